@@ -1,0 +1,38 @@
+"""StemKV: exactly reused prompt prefixes, with a price on every retained byte.
+
+`import stemkv` needs the standard library only. These names are the whole public
+surface of the core; the engine is `stemkv.engine` and needs the extra `engine`.
+"""
+
+from stemkv.core import (
+    PUBLIC,
+    CacheConfig,
+    ComputeIdentity,
+    Domain,
+    Fcfs,
+    Lru,
+    PrefixCache,
+    RequestSpec,
+    Scheduler,
+    SchedulerConfig,
+    TokenIds,
+)
+from stemkv.errors import StemKVError
+
+__all__ = [
+    "PUBLIC",
+    "CacheConfig",
+    "ComputeIdentity",
+    "Domain",
+    "Fcfs",
+    "Lru",
+    "PrefixCache",
+    "RequestSpec",
+    "Scheduler",
+    "SchedulerConfig",
+    "StemKVError",
+    "TokenIds",
+    "__version__",
+]
+
+__version__ = "0.1.0"

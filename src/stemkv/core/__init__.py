@@ -1,0 +1,45 @@
+"""The deterministic core: identity, tree, blocks, leases, eviction, scheduler.
+
+Standard library only. Time is an argument, chance is passed in, I/O is somebody
+else's. The same core sits behind the engine, the replay and the plugins.
+"""
+
+from stemkv.core.cache import CacheUsage, Peek, PrefixCache
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.eviction import EvictionPolicy, Lru
+from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.order import AdmissionOrder, Fcfs
+from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
+from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
+from stemkv.core.scheduler import Scheduler
+from stemkv.core.table import BlockCopy, BlockTable, Lease
+from stemkv.core.tokens import TokenIds
+
+__all__ = [
+    "PUBLIC",
+    "UNKNOWN",
+    "AdmissionOrder",
+    "BlockCopy",
+    "BlockTable",
+    "CacheConfig",
+    "CacheUsage",
+    "Chunk",
+    "ComputeIdentity",
+    "Domain",
+    "EvictionPolicy",
+    "Fcfs",
+    "FinishReason",
+    "Lease",
+    "Lru",
+    "Peek",
+    "PrefixCache",
+    "Request",
+    "RequestId",
+    "RequestSpec",
+    "Sample",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepPlan",
+    "StepResult",
+    "TokenIds",
+]

@@ -1,0 +1,504 @@
+"""The prefix cache: block pool, prefix tree and eviction policy behind one door.
+
+Owns the rules that tie them together: match, pin and allocate as one atomic step;
+publish only what is computed; shared is read-only; tail blocks go first. Knows nothing
+of requests, schedules or tensors.
+
+It is the only class that holds pool, tree and policy, so every number it reports
+follows from the same state, and `check` can compare it with the truth.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from stemkv.core.blocks import BlockPool
+from stemkv.core.config import CacheConfig
+from stemkv.core.events import BlocksEvicted, BlocksPublished, CacheEvent
+from stemkv.core.eviction.base import EvictionPolicy
+from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.table import BlockCopy, BlockTable, Lease
+from stemkv.core.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
+from stemkv.core.tree import Match, Node, PartialBlock, PrefixTree
+from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
+
+__all__ = ["CacheUsage", "Peek", "PrefixCache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUsage:
+    """Blocks by state, and totals since the start. All exact counts."""
+
+    num_total_blocks: int
+    num_free_blocks: int
+    num_active_blocks: int  # held by at least one lease
+    num_cached_blocks: int  # retained for reuse, evictable
+    peak_active_blocks: int
+    num_evicted_blocks: int
+    num_published_blocks: int  # blocks that ever became matchable
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What an acquire would find now."""
+
+    num_tokens: int  # cached tokens, a partly matching block included
+    num_whole_blocks: int
+
+
+class PrefixCache:
+    """Shares the KV of equal prefixes among requests that may share.
+
+    `now` is in seconds on the caller's clock and must not decrease.
+    """
+
+    def __init__(self, config: CacheConfig, policy: EvictionPolicy) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.tree = PrefixTree(config.block_size)
+        self._policy = policy
+        self._emit: Callable[[CacheEvent], None] = _ignore
+        self._block_bytes = config.block_size * TOKEN_BYTES
+        self._public: dict[bytes, dict[bytes, list[bytes]]] = {}
+        self._peak_active = 0
+        self._num_evicted = 0
+        self._num_published = 0
+
+    # Questions
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that an allocation could get: free ones and cached ones."""
+        return self.pool.num_free + self.tree.num_unpinned_blocks
+
+    @property
+    def num_active_blocks(self) -> int:
+        """Blocks held by at least one lease."""
+        return self.pool.num_private + self.tree.num_pinned_blocks
+
+    def usage(self) -> CacheUsage:
+        """Return the counts of this moment; pure."""
+        return CacheUsage(
+            num_total_blocks=self.pool.num_total,
+            num_free_blocks=self.pool.num_free,
+            num_active_blocks=self.num_active_blocks,
+            num_cached_blocks=self.tree.num_unpinned_blocks,
+            peak_active_blocks=self._peak_active,
+            num_evicted_blocks=self._num_evicted,
+            num_published_blocks=self._num_published,
+        )
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens`."""
+        return -(-num_tokens // self.config.block_size)
+
+    def peek(self, namespace: bytes | None, domain: Domain, tokens: bytes) -> Peek:
+        """Return what `acquire` would find, without touching anything."""
+        match = self._match(namespace, domain, tokens)
+        tail = match.partial.num_tokens if match.partial else 0
+        return Peek(match.num_blocks * self.config.block_size + tail, match.num_blocks)
+
+    def num_public_blocks(self, namespace: bytes | None, tokens: bytes) -> int:
+        """Return how many leading whole blocks lie inside a declared public prefix."""
+        if namespace is None:
+            return 0
+        declared = self._public.get(namespace, {}).get(tokens[: self._block_bytes], ())
+        return max(
+            (
+                common_prefix_bytes(prefix, 0, tokens, 0, min(len(prefix), len(tokens)))
+                // self._block_bytes
+                for prefix in declared
+            ),
+            default=0,
+        )
+
+    # Verbs
+
+    def subscribe(self, emit: Callable[[CacheEvent], None]) -> None:
+        """Send every publish and eviction to `emit` from now on; one sink only."""
+        self._emit = emit
+
+    def declare_public(self, namespace: bytes, prefix: TokenIds) -> int:
+        """Let everybody in the namespace share the whole blocks of `prefix`.
+
+        An operator's act, never a request's. Returns how many blocks that is: the
+        tokens of a last, partly covered block stay private. Blocks published before
+        the declaration keep their domain.
+        """
+        num_blocks = len(prefix) // self.config.block_size
+        if num_blocks:
+            whole = prefix.buffer[: num_blocks * self._block_bytes]
+            by_block = self._public.setdefault(namespace, {})
+            prefixes = by_block.setdefault(whole[: self._block_bytes], [])
+            if whole not in prefixes:
+                prefixes.append(whole)
+        return num_blocks
+
+    def acquire(
+        self,
+        namespace: bytes | None,
+        domain: Domain,
+        tokens: bytes,
+        *,
+        num_slots: int,
+        num_spare: int = 0,
+        now: float,
+    ) -> Lease | None:
+        """Pin the longest cached prefix of `tokens` and allocate the rest.
+
+        One atomic step: on success the lease's table has slots for `num_slots` tokens
+        and at most `len(tokens) - 1` of them are matched; `None` means not now, and
+        leaves everything bit-identical. `num_spare` available blocks must be left
+        over. If the match ends inside a block, `lease.copy` says what the driver must
+        copy first (then call `copied`). The caller releases the lease exactly once.
+
+        Raises `PromptTooLong` when the pool could not hold `num_slots` even if empty.
+        """
+        if num_slots * TOKEN_BYTES < len(tokens):
+            raise InvariantError(f"{num_slots} slots for {len(tokens) // 4} tokens")
+        num_needed = self.num_blocks_for(num_slots)
+        if num_needed > self.pool.num_total:
+            raise PromptTooLong(
+                f"{num_slots} tokens need {num_needed} blocks but the cache has "
+                f"{self.pool.num_total}; raise num_blocks or shorten the prompt",
+                field="prompt",
+            )
+        match = self._match(namespace, domain, tokens)
+        num_fresh = num_needed - match.num_blocks
+        available = self.num_available_blocks - num_spare - _num_unpinned_on(match)
+        if num_fresh > available:
+            return None
+        partial = match.partial
+        if partial is not None and num_fresh > available - _num_beyond(match):
+            # Pinning the copy's source would take away the very blocks this needs;
+            # then those tokens are computed instead.
+            partial = None
+        node, partial = self._plant(namespace, match, partial, now)
+        table = array("i")
+        if node is not None:
+            for step in node.path():
+                table.extend(step.block_ids)
+        num_published = len(table)
+        table.extend(self._allocate(num_fresh, now))
+        num_tail = 0
+        copy = source = None
+        if partial is not None:
+            num_tail, source = partial.num_tokens, partial.node
+            copy = BlockCopy(partial.block_id, table[num_published], num_tail)
+        return Lease(
+            namespace=namespace,
+            domain=domain,
+            node=node,
+            table=BlockTable(table),
+            num_published_blocks=num_published,
+            num_matched_tokens=num_published * self.config.block_size + num_tail,
+            num_public_blocks=self.num_public_blocks(namespace, tokens),
+            copy=copy,
+            copy_source=source,
+        )
+
+    def copied(self, lease: Lease, now: float) -> None:
+        """Tell that the lease's copy has run: its source need not stay any longer."""
+        if lease.copy_source is not None:
+            self._unpin(lease.copy_source, now)
+            lease.copy_source = None
+            lease.copy = None
+
+    def grow(self, lease: Lease, num_slots: int, now: float) -> bool:
+        """Lengthen the table to `num_slots` tokens; `False` means not now."""
+        num_fresh = self.num_blocks_for(num_slots) - len(lease.table)
+        if num_fresh <= 0:
+            return True
+        if num_fresh > self.num_available_blocks:
+            return False
+        lease.table.append(self._allocate(num_fresh, now))
+        return True
+
+    def prepare_write(
+        self, lease: Lease, position: int, now: float
+    ) -> tuple[bool, BlockCopy | None]:
+        """Make the block of `position` private to this lease.
+
+        Returns `(True, None)` when it is already, `(True, copy)` when the driver must
+        run a copy first, `(False, None)` when there is no block for it now.
+        """
+        index, offset = divmod(position, self.config.block_size)
+        if index < lease.num_published_blocks:
+            raise InvariantError(f"write at {position} into a published block")
+        source = lease.table[index]
+        if self.pool.ref_count(source) == 1:
+            return True, None
+        if self.num_available_blocks < 1:
+            return False, None
+        target = self._allocate(1, now)
+        lease.table.replace(index, target)
+        # The other holders keep the source, so the copy can run any time before them.
+        self.pool.release((source,))
+        return True, (BlockCopy(source, target[0], offset) if offset else None)
+
+    def publish(
+        self, lease: Lease, tokens: bytes, num_computed: int, now: float
+    ) -> int:
+        """Make the whole blocks of `tokens[:num_computed]` matchable.
+
+        The caller vouches that their KV is computed for exactly these tokens. Where
+        the tree already holds an equal block, the table takes that one and gives its
+        own back, so a prefix is resident once. Returns how many blocks this lease
+        added. A lease that shares with nobody, or whose namespace was retired,
+        publishes nothing.
+        """
+        if lease.is_released:
+            raise InvariantError("publish on a released lease")
+        if lease.node is None or lease.node.root().is_retired:
+            return 0
+        end = num_computed // self.config.block_size
+        num_added = 0
+        while lease.num_published_blocks < end:
+            start = lease.num_published_blocks
+            # A public block below a private one could be reached by nobody else.
+            is_public = start < lease.num_public_blocks and lease.node.domain == PUBLIC
+            domain = PUBLIC if is_public else lease.domain
+            stop = min(end, lease.num_public_blocks) if is_public else end
+            num_added += self._publish_run(lease, domain, tokens, stop, now)
+        return num_added
+
+    def fork(self, lease: Lease, now: float) -> Lease:
+        """Return a second lease on the same blocks.
+
+        Published blocks are pinned once more; private ones are shared, and whoever
+        writes first copies (`prepare_write`).
+        """
+        if lease.is_released or lease.copy_source is not None:
+            raise InvariantError("fork of a lease that is released or not yet copied")
+        if lease.node is not None:
+            self.tree.pin(lease.node)
+        self.pool.retain(lease.table.ids(lease.num_published_blocks))
+        return Lease(
+            namespace=lease.namespace,
+            domain=lease.domain,
+            node=lease.node,
+            table=BlockTable(lease.table.ids()),
+            num_published_blocks=lease.num_published_blocks,
+            num_matched_tokens=lease.num_matched_tokens,
+            num_public_blocks=lease.num_public_blocks,
+            copy=None,
+            copy_source=None,
+        )
+
+    def release(self, lease: Lease, now: float) -> None:
+        """Give everything back. A second call raises `DoubleRelease`."""
+        if lease.is_released:
+            raise DoubleRelease("a lease must be released exactly once")
+        lease.is_released = True
+        self.copied(lease, now)
+        # Tail first: the block most likely to be asked for again is reused last.
+        tail = lease.table.ids(lease.num_published_blocks)
+        tail.reverse()
+        self.pool.release(tail)
+        if lease.node is not None:
+            self._unpin(lease.node, now)
+
+    def evict(self, num_blocks: int, now: float) -> int:
+        """Drop up to `num_blocks` cached blocks; return how many were dropped."""
+        num_dropped = 0
+        while num_dropped < num_blocks:
+            victim = self._policy.victim()
+            if victim is None:
+                break
+            node = self.tree.node(victim)
+            dropped = self._drop(node, num_blocks - num_dropped, now)
+            self._emit(BlocksEvicted(now=now, domain=node.domain, num_blocks=dropped))
+            num_dropped += dropped
+        self._num_evicted += num_dropped
+        return num_dropped
+
+    def retire(self, namespace: bytes, now: float) -> int:
+        """Fence a namespace: nothing in it can be matched or published any more.
+
+        Cached blocks are freed at once, active ones when their leases end. Returns how
+        many blocks remain for that reason.
+        """
+        self._public.pop(namespace, None)
+        root = self.tree.retire(namespace)
+        if root is None:
+            return 0
+        for node in reversed(tuple(_descendants(root))):  # children before parents
+            if node.is_leaf and node.ref_count == 0:
+                self._drop(node, node.num_blocks, now)
+        return sum(node.num_blocks for node in _descendants(root))
+
+    # Private
+
+    def _match(self, namespace: bytes | None, domain: Domain, tokens: bytes) -> Match:
+        if namespace is None:
+            return Match(None, 0, 0, None)
+        limit = len(tokens) // TOKEN_BYTES - 1  # at least one token is computed
+        return self.tree.match(namespace, domain, tokens, limit=limit)
+
+    def _plant(
+        self,
+        namespace: bytes | None,
+        match: Match,
+        partial: PartialBlock | None,
+        now: float,
+    ) -> tuple[Node | None, PartialBlock | None]:
+        """Pin what matched; return the deepest pinned node and the copy's source.
+
+        Pins before anything is allocated, so that the allocation cannot evict it.
+        """
+        if namespace is None:
+            return None, None
+        node = match.node
+        if node is None:
+            return self.tree.root(namespace), None
+        if match.num_node_blocks < node.num_blocks:
+            lower = node
+            node = self._split(lower, match.num_node_blocks)
+            if partial is not None:
+                partial = PartialBlock(lower, 0, partial.num_tokens)
+        self._pin(node, now)
+        if partial is not None:
+            self._pin(partial.node, now)
+        return node, partial
+
+    def _publish_run(
+        self, lease: Lease, domain: Domain, tokens: bytes, stop: int, now: float
+    ) -> int:
+        """Publish or deduplicate blocks of one domain up to `stop` at most."""
+        node = lease.node
+        assert node is not None, "only sharable leases get here"
+        start = lease.num_published_blocks
+        begin, end = start * self._block_bytes, stop * self._block_bytes
+        child = self.tree.child(node, domain, tokens[begin : begin + self._block_bytes])
+        if child is not None:
+            self._join(lease, child, tokens, begin, end, now)
+            return 0
+        own = lease.table.ids(start, stop)
+        self.pool.publish(own)
+        can_extend = node.ref_count == 1 and node.is_leaf and node.domain == domain
+        if can_extend and node.parent is not None:
+            self.tree.extend(node, tokens[begin:end], own)
+        else:
+            node = self.tree.add(node, domain, tokens[begin:end], own)
+            self.tree.pin_child(node)
+            lease.node = node
+        self._policy.published(node.id, num_blocks=node.num_blocks, now=now)
+        lease.num_published_blocks = stop
+        self._num_published += len(own)
+        assert lease.namespace is not None, "a lease with a node has a namespace"
+        self._emit(
+            BlocksPublished(
+                now=now, namespace=lease.namespace, domain=domain, num_blocks=len(own)
+            )
+        )
+        return len(own)
+
+    def _join(
+        self, lease: Lease, child: Node, tokens: bytes, begin: int, end: int, now: float
+    ) -> None:
+        """Take over blocks that somebody published first; give back our own."""
+        num_same = self.tree.common_blocks(child, tokens, begin, end)
+        if num_same < child.num_blocks:
+            child = self._split(child, num_same)
+        start = lease.num_published_blocks
+        own = lease.table.ids(start, start + num_same)
+        if self.tree.pin_child(child) and child.is_leaf:
+            self._policy.became_pinned(child.id)
+        self._policy.touched(child.id, now=now)
+        lease.table.replace(start, child.block_ids)
+        lease.node = child
+        lease.num_published_blocks = start + num_same
+        self.pool.release(own)
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        upper = self.tree.split(node, num_blocks)
+        self._policy.split(upper.id, node.id)
+        return upper
+
+    def _pin(self, node: Node, now: float) -> None:
+        for pinned in self.tree.pin(node):
+            if pinned.is_leaf:
+                self._policy.became_pinned(pinned.id)
+        for step in node.path():
+            self._policy.touched(step.id, now=now)
+        self._note_active()
+
+    def _unpin(self, node: Node, now: float) -> None:
+        unpinned = self.tree.unpin(node)
+        is_retired = node.root().is_retired
+        for step in node.path():
+            self._policy.touched(step.id, now=now)
+        for step in unpinned:  # deepest first, so a parent may become a leaf meanwhile
+            if not step.is_leaf:
+                continue
+            if is_retired:
+                self._drop(step, step.num_blocks, now)
+            else:
+                self._policy.became_evictable(step.id, now=now)
+
+    def _allocate(self, num_blocks: int, now: float) -> array[int]:
+        """Take blocks that the caller knows to be available, evicting as needed."""
+        num_short = num_blocks - self.pool.num_free
+        if num_short > 0 and self.evict(num_short, now) < num_short:
+            raise InvariantError(f"{num_blocks} available blocks could not be freed")
+        taken = self.pool.allocate(num_blocks)
+        self._note_active()
+        return taken
+
+    def _drop(self, node: Node, num_blocks: int, now: float) -> int:
+        """Free tail blocks of an unpinned leaf and tell the policy what follows."""
+        dropped = self.tree.trim(node, num_blocks)
+        dropped.reverse()
+        self.pool.reclaim(dropped)
+        parent = node.parent
+        if node.num_blocks == 0:
+            self._policy.removed(node.id)
+            if (
+                parent is not None
+                and parent.parent is not None
+                and parent.is_leaf
+                and parent.ref_count == 0
+            ):
+                self._policy.became_evictable(parent.id, now=now)
+        return len(dropped)
+
+    def _note_active(self) -> None:
+        self._peak_active = max(self._peak_active, self.num_active_blocks)
+
+
+def _ignore(event: CacheEvent) -> None:
+    """Drop the event: nobody has subscribed."""
+
+
+def _num_unpinned_on(match: Match) -> int:
+    """Return how many of the matched blocks are cached, so far available to others."""
+    if match.node is None:
+        return 0
+    path = match.node.path()
+    total = sum(node.num_blocks for node in path if node.ref_count == 0)
+    if path and match.node.ref_count == 0:
+        total -= match.node.num_blocks - match.num_node_blocks
+    return total
+
+
+def _num_beyond(match: Match) -> int:
+    """Return how many more cached blocks pinning the copy's source would take."""
+    if match.partial is None or match.partial.node.ref_count:
+        return 0
+    source = match.partial.node
+    if source is match.node:
+        return source.num_blocks - match.num_node_blocks
+    return source.num_blocks
+
+
+def _descendants(root: Node) -> Iterator[Node]:
+    """Yield the nodes below a root, parents before children."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        for children in node.children.values():
+            for child in children:
+                yield child
+                stack.append(child)

@@ -1,0 +1,193 @@
+"""The truth about pool, tree, cache and scheduler, recomputed from scratch.
+
+Owns O(n) verifications of every counter and invariant the rest keeps incrementally.
+Raises `InvariantError` naming the first thing that is wrong; changes nothing. Tests
+call it after every operation, operators when in doubt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from stemkv.core.blocks import BlockPool, BlockState
+from stemkv.core.cache import PrefixCache
+from stemkv.core.identity import PUBLIC
+from stemkv.core.request import RequestState
+from stemkv.core.scheduler import Scheduler
+from stemkv.core.table import Lease
+from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tree import Node, PrefixTree
+from stemkv.errors import InvariantError
+
+__all__ = ["check_cache", "check_pool", "check_scheduler", "check_tree"]
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Each block is in exactly one state and the counts add up (I4, I8)."""
+    free = pool.free_block_ids()
+    _require(len(set(free)) == len(free), "the free list holds a block twice")
+    states = Counter(pool.state(block_id) for block_id in range(pool.num_total))
+    in_free = set(free)
+    for block_id in range(pool.num_total):
+        state = pool.state(block_id)
+        _require(
+            (state is BlockState.FREE) == (block_id in in_free),
+            f"block {block_id} is {state.value} and "
+            f"{'in' if block_id in in_free else 'not in'} the free list",
+        )
+        _require(
+            state is not BlockState.PUBLISHED or pool.ref_count(block_id) == 0,
+            f"published block {block_id} has private references",
+        )
+    _equal("free blocks", pool.num_free, states[BlockState.FREE])
+    _equal("private blocks", pool.num_private, states[BlockState.PRIVATE])
+    _equal("published blocks", pool.num_published, states[BlockState.PUBLISHED])
+    total = pool.num_free + pool.num_private + pool.num_published
+    _equal("free + private + published", total, pool.num_total)
+
+
+def check_tree(tree: PrefixTree, block_size: int) -> None:
+    """Edges, keys, links, domains and counts of the tree are consistent (I36)."""
+    block_bytes = block_size * TOKEN_BYTES
+    seen: dict[int, Node] = {}
+    num_blocks = num_pinned = 0
+    roots = [*tree.roots().values(), *tree.retired_roots()]
+    stack = list(roots)
+    while stack:
+        parent = stack.pop()
+        for domain, children in parent.children.items():
+            _require(len(children) > 0, "an empty set of children is kept")
+            _equal("sorted keys", children.sorted_keys(), sorted(children.keys()))
+            for key, node in children.items():
+                _require(node.id not in seen, f"node {node.id} is reached twice")
+                seen[node.id] = node
+                _require(node.parent is parent, f"node {node.id} has a wrong parent")
+                _require(node.domain == domain, f"node {node.id} has a wrong domain")
+                _require(
+                    parent.domain in (PUBLIC, domain),
+                    f"node {node.id} continues another domain's node",
+                )
+                _equal(f"key of node {node.id}", key, node.edge[:block_bytes])
+                _require(node.num_blocks > 0, f"node {node.id} is empty")
+                _equal(
+                    f"edge of node {node.id}",
+                    len(node.edge),
+                    node.num_blocks * block_bytes,
+                )
+                _require(
+                    parent.parent is None or parent.ref_count >= node.ref_count,
+                    f"node {node.id} is pinned more often than its parent",
+                )
+                num_blocks += node.num_blocks
+                num_pinned += node.num_blocks if node.ref_count else 0
+                stack.append(node)
+    _equal("nodes", {node.id for node in tree.nodes()}, set(seen))
+    _equal("blocks in the tree", tree.num_blocks, num_blocks)
+    _equal("pinned blocks in the tree", tree.num_pinned_blocks, num_pinned)
+
+
+def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
+    """Pool, tree and `leases`, which must be all that are live, agree (I4, I8, I35)."""
+    block_size = cache.config.block_size
+    check_pool(cache.pool)
+    check_tree(cache.tree, block_size)
+    in_tree: Counter[int] = Counter()
+    for node in cache.tree.nodes():
+        in_tree.update(node.block_ids)
+    _require(not in_tree or max(in_tree.values()) == 1, "a block is in two nodes")
+    for block_id in in_tree:
+        _require(
+            cache.pool.state(block_id) is BlockState.PUBLISHED,
+            f"block {block_id} is in the tree but not published",
+        )
+    _equal("published blocks", cache.pool.num_published, len(in_tree))
+
+    pins: Counter[int] = Counter()
+    private: Counter[int] = Counter()
+    for lease in leases:
+        _require(not lease.is_released, "a released lease is still in use")
+        _check_lease_path(lease)
+        private.update(lease.table.ids(lease.num_published_blocks))
+        for pinned in (lease.node, lease.copy_source):
+            if pinned is not None:
+                pins.update(node.id for node in pinned.path())
+    for node in cache.tree.nodes():
+        _equal(f"leases on node {node.id}", node.ref_count, pins[node.id])
+    for block_id in range(cache.pool.num_total):
+        _equal(
+            f"references to block {block_id} (a lost lease shows here)",
+            cache.pool.ref_count(block_id),
+            private[block_id],
+        )
+    usage = cache.usage()
+    total = usage.num_free_blocks + usage.num_active_blocks + usage.num_cached_blocks
+    _equal("free + active + cached", total, usage.num_total_blocks)
+    _require(usage.peak_active_blocks >= usage.num_active_blocks, "peak is too low")
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Requests, leases, order and cache agree."""
+    requests = scheduler.requests()
+    running = [r for r in requests if r.state is RequestState.RUNNING]
+    waiting = [r for r in requests if r.state is not RequestState.RUNNING]
+    _equal("running requests", scheduler.num_running, len(running))
+    _equal("waiting requests", scheduler.num_waiting, len(waiting))
+    for request in waiting:
+        _require(request.lease is None, f"{request.request_id} waits with a lease")
+        _equal(f"computed of {request.request_id}", request.num_computed, 0)
+    leases = []
+    for request in running:
+        lease = request.lease
+        if lease is None:
+            raise InvariantError(f"{request.request_id} runs without a lease")
+        leases.append(lease)
+        num_slots = len(lease.table) * scheduler.cache.config.block_size
+        _require(
+            request.num_computed <= min(num_slots, request.num_tokens),
+            f"{request.request_id} has more KV than slots or tokens",
+        )
+        _require(
+            lease.num_published_blocks * scheduler.cache.config.block_size
+            <= max(request.num_computed, lease.num_matched_tokens),
+            f"{request.request_id} published what it has not computed",
+        )
+        _require(
+            request.counts.reused <= request.num_prompt_tokens - 1,
+            f"{request.request_id} reuses its whole prompt",
+        )
+        _check_tokens(request.tokens, lease)
+    limit = scheduler.config.max_num_running
+    _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
+    check_cache(scheduler.cache, leases)
+
+
+def _check_lease_path(lease: Lease) -> None:
+    """The published part of a table is exactly the path of the lease's node."""
+    if lease.node is None:
+        _equal("published blocks of an unsharable lease", lease.num_published_blocks, 0)
+        return
+    path = [block_id for node in lease.node.path() for block_id in node.block_ids]
+    table = list(lease.table.ids(0, lease.num_published_blocks))
+    _equal("published part of a block table", table, path)
+
+
+def _check_tokens(tokens: bytes, lease: Lease) -> None:
+    """The path of a lease spells the leading tokens of its request (I19)."""
+    if lease.node is not None:
+        spelled = b"".join(node.edge for node in lease.node.path())
+        _require(tokens.startswith(spelled), "a table holds KV of other tokens")
+        for node in lease.node.path():
+            _require(
+                node.domain in (PUBLIC, lease.domain),
+                "a lease holds another domain's block",
+            )
+
+
+def _equal(what: str, actual: object, expected: object) -> None:
+    _require(actual == expected, f"{what}: {actual!r}, should be {expected!r}")
+
+
+def _require(is_true: bool, message: str) -> None:
+    if not is_true:
+        raise InvariantError(message)

@@ -1,0 +1,57 @@
+"""Settings of cache and scheduler, checked where they are made.
+
+Owns limits and defaults. Environment variables and files are somebody else's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemkv.errors import ConfigError
+
+__all__ = ["CacheConfig", "SchedulerConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory there is and how it is cut."""
+
+    num_blocks: int
+    block_size: int = 16  # tokens; small: finer sharing, large: cheaper bookkeeping
+
+    def __post_init__(self) -> None:
+        for field in ("num_blocks", "block_size"):
+            _at_least(field, getattr(self, field), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and of one request."""
+
+    token_budget: int = 512  # most tokens computed in one step
+    max_num_running: int = 64  # most requests holding blocks at once
+    max_request_tokens: int | None = None  # prompt + output; None: as the cache allows
+    max_steps_awaiting: int = 256  # steps a request waits for another's prefill
+    watermark: float = 0.01  # share of blocks that admission leaves for growth
+
+    def __post_init__(self) -> None:
+        for field in ("token_budget", "max_num_running"):
+            _at_least(field, getattr(self, field), 1)
+        _at_least("max_steps_awaiting", self.max_steps_awaiting, 0)
+        if self.max_request_tokens is not None:
+            _at_least("max_request_tokens", self.max_request_tokens, 2)
+        if self.max_num_running > self.token_budget:
+            raise ConfigError(
+                f"max_num_running must not exceed token_budget "
+                f"({self.token_budget}), so that every running request gets its next "
+                f"token in every step; got {self.max_num_running}"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
+
+
+def _at_least(field: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{field} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ConfigError(f"{field} must be at least {minimum}, got {value}")

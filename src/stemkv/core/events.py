@@ -1,0 +1,123 @@
+"""What happened in the core, as values; nobody in the core logs.
+
+Owns the event types. Events carry counts, ids and times, never tokens. An event about
+a request goes to that request's owner only; see the isolation contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemkv.core.identity import Domain
+from stemkv.core.request import FinishReason, RequestId
+
+__all__ = [
+    "BlocksEvicted",
+    "BlocksPublished",
+    "CacheEvent",
+    "Event",
+    "PrefixAwaited",
+    "RequestAborted",
+    "RequestAdmitted",
+    "RequestFinished",
+    "RequestForked",
+    "RequestPreempted",
+    "TokenSampled",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksPublished:
+    """Blocks became matchable."""
+
+    now: float
+    namespace: bytes
+    domain: Domain
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksEvicted:
+    """Cached blocks were dropped to reuse their memory."""
+
+    now: float
+    domain: Domain
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAdmitted:
+    """A request started, or started again after a preemption."""
+
+    now: float
+    request_id: RequestId
+    num_cached_tokens: int  # tokens it need not compute now
+    num_copied_tokens: int  # of those, copied out of a partly matching block
+    is_resumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAwaited:
+    """A request waits for a prefix that another request is computing."""
+
+    now: float
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPreempted:
+    """A running request lost its blocks; what it computed stays cached if it may."""
+
+    now: float
+    request_id: RequestId
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestForked:
+    """A request split into several samples after its prefill."""
+
+    now: float
+    request_id: RequestId
+    child_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSampled:
+    """A request got its next output token."""
+
+    now: float
+    request_id: RequestId
+    token: int
+    index: int  # 0 for the first output token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFinished:
+    """A request ended well."""
+
+    now: float
+    request_id: RequestId
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAborted:
+    """A request ended by cancellation or by a failed step."""
+
+    now: float
+    request_id: RequestId
+    reason: FinishReason
+
+
+CacheEvent = BlocksPublished | BlocksEvicted
+Event = (
+    CacheEvent
+    | RequestAdmitted
+    | PrefixAwaited
+    | RequestPreempted
+    | RequestForked
+    | TokenSampled
+    | RequestFinished
+    | RequestAborted
+)

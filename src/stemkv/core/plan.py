@@ -1,0 +1,67 @@
+"""One step: what to compute, what to copy first, and what came of it.
+
+Owns the values that pass between the scheduler and a driver. A `StepPlan` is
+immutable and complete: a driver needs nothing else to execute it, be it tensors or a
+cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stemkv.core.request import FinishReason, RequestId
+from stemkv.core.table import BlockCopy
+
+__all__ = ["Chunk", "Sample", "StepPlan", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of one request to compute in one step."""
+
+    request_id: RequestId
+    start: int  # first position to compute; everything before it has KV
+    end: int  # one past the last; a decode step is a chunk of length 1
+    tokens: bytes  # ids of positions start … end - 1, int32 little-endian
+    block_ids: memoryview  # read-only int32 snapshot, long enough for `end`
+    num_samples: int  # output tokens to sample after position end - 1, usually 0 or 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this chunk."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One scheduled forward pass."""
+
+    step: int  # 0, 1, 2 …; plans are committed exactly once, in this order
+    now: float  # seconds, when it was scheduled
+    copies: tuple[BlockCopy, ...]  # run first, in this order
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled token and whether it ends the request."""
+
+    token: int
+    stop: FinishReason | None = None  # None: go on
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a driver hands back for a plan.
+
+    For every chunk with `num_samples > 0`: that many samples, sample `k` continuing
+    the request `child_id(request_id, k)`.
+    """
+
+    samples: Mapping[RequestId, tuple[Sample, ...]]

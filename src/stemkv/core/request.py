@@ -1,0 +1,202 @@
+"""One generation and the states it goes through.
+
+Owns the request's tokens, state and counters. Knows nothing of text, tokenizers or
+sampling parameters: those stay with the driver, which looks them up by request id.
+
+```
+waiting ──admit──▶ running ──▶ finished
+   │  ▲               │  │
+   │  └── preempted ◀─┘  └──▶ aborted
+   └──────────────────────────▶ aborted
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from stemkv.core.identity import Domain
+from stemkv.core.table import Lease
+from stemkv.core.tokens import TOKEN_BYTES, TokenIds
+from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
+
+__all__ = [
+    "FinishReason",
+    "Request",
+    "RequestId",
+    "RequestSpec",
+    "RequestState",
+    "TokenCounts",
+    "child_id",
+]
+
+RequestId = NewType("RequestId", str)
+
+
+class RequestState(Enum):
+    """Where a request is; see the picture in the module's docstring."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"  # its limit of new tokens
+    STOP_TOKEN = "stop_token"  # an end-of-sequence token
+    STOP_STRING = "stop_string"  # one of its stop strings
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # its step failed, or its logits were not finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What a caller asks for, validated."""
+
+    request_id: RequestId
+    prompt: TokenIds
+    max_new_tokens: int
+    arrival_s: float  # seconds on the driver's clock
+    domain: Domain
+    namespace: bytes | None  # None: shares with nobody, in neither direction
+    num_samples: int = 1  # independent continuations of the one prompt
+
+    def __post_init__(self) -> None:
+        if not self.request_id or "#" in self.request_id:
+            raise RequestError(
+                f"request_id must be non-empty and free of '#', which marks the "
+                f"samples of a request, got {self.request_id!r}",
+                field="request_id",
+            )
+        if len(self.prompt) == 0:
+            raise EmptyPrompt(
+                "prompt has no tokens; give at least one token to continue from",
+                field="prompt",
+            )
+        for field in ("max_new_tokens", "num_samples"):
+            value = getattr(self, field)
+            if value < 1:
+                raise InvalidLimit(
+                    f"{field} must be at least 1, got {value}", field=field
+                )
+
+
+def child_id(request_id: RequestId, sample: int) -> RequestId:
+    """Return the id of a request's sample; sample 0 is the request itself."""
+    return request_id if sample == 0 else RequestId(f"{request_id}#{sample}")
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Where the KV of a request's tokens came from; every token counted once.
+
+    `prompt tokens == reused + computed` once the prefill is done. What is computed
+    again after a preemption is apart, so it can inflate neither.
+    """
+
+    reused: int = 0  # prompt tokens whose KV was in the cache when first needed
+    computed: int = 0  # prompt tokens computed for the first time
+    recomputed: int = 0  # tokens computed again because a preemption lost them
+    copied: int = 0  # of `reused`, tokens copied out of partly matching blocks
+    inherited: int = 0  # prompt tokens a sample got from the request it forked from
+
+
+class Request:
+    """A request in flight. Only `Scheduler` changes it."""
+
+    __slots__ = (
+        "_buffer",
+        "counts",
+        "finish_reason",
+        "first_scheduled_s",
+        "is_cancelled",
+        "lease",
+        "num_computed",
+        "num_counted",
+        "num_preemptions",
+        "num_steps_awaiting",
+        "request_id",
+        "sample",
+        "sequence_number",
+        "spec",
+        "state",
+    )
+
+    def __init__(self, spec: RequestSpec, sequence_number: int) -> None:
+        self.spec = spec
+        self.request_id = spec.request_id
+        self.sample = 0  # which of the prompt's continuations this is
+        self.sequence_number = sequence_number  # order of `add`, breaks ties
+        self.state = RequestState.WAITING
+        self.lease: Lease | None = None
+        self.num_computed = 0  # leading tokens whose KV is in the table
+        self.num_counted = 0  # leading tokens that `counts` has seen
+        self.counts = TokenCounts()
+        self.num_preemptions = 0
+        self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
+        self.is_cancelled = False  # cancelled while its step was in flight
+        self.first_scheduled_s: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self._buffer = spec.prompt.buffer
+
+    @property
+    def order_key(self) -> tuple[float, int, int]:
+        """Arrival order, total; samples of one prompt stand side by side."""
+        return (self.spec.arrival_s, self.sequence_number, self.sample)
+
+    @property
+    def tokens(self) -> bytes:
+        """Prompt and output so far, int32 little-endian."""
+        return self._buffer
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self._buffer) // TOKEN_BYTES
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.spec.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - len(self.spec.prompt)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 when decoding."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens other than the newest output still lack KV."""
+        return self.num_remaining > 1 or self.num_output_tokens == 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that will ever need a slot; the last output token never does."""
+        return self.num_prompt_tokens + self.spec.max_new_tokens - 1
+
+    def append(self, token: int) -> None:
+        """Add an output token."""
+        self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+
+    def become_sample(self, parent: Request, sample: int) -> None:
+        """Take over the progress of the request whose prefill this one shares."""
+        if parent.num_output_tokens or sample < 1:
+            raise InvariantError("a request forks once, before its first output token")
+        self.sample = sample
+        self.request_id = child_id(parent.request_id, sample)
+        self.state = RequestState.RUNNING
+        self.num_computed = parent.num_computed
+        self.first_scheduled_s = parent.first_scheduled_s
+        self.num_counted = parent.num_computed
+        self.counts = TokenCounts(inherited=parent.num_computed)

@@ -1,0 +1,560 @@
+"""Iteration-level scheduling: who computes what in the next step.
+
+Owns the requests in flight and their states. Knows the cache only through
+`PrefixCache`, the order of admission only through its protocol, and neither tensors
+nor text. A driver alternates `schedule` and `commit`.
+
+One step, one token budget:
+
+1. every decoding request gets its next token (oldest first);
+2. running prefills continue, oldest first, in chunks of what is left;
+3. waiting requests start, in the admission order, while budget, places and blocks
+   last. A request whose next block somebody is computing right now waits for it.
+
+When a decode needs a block and none is available, the youngest running request is
+preempted: what it computed is published and stays cached, and it comes back to its
+place in the order. The oldest request is never preempted for another, so it always
+ends, and then the next oldest: nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import replace
+
+from stemkv.core.cache import PrefixCache
+from stemkv.core.config import SchedulerConfig
+from stemkv.core.events import (
+    Event,
+    PrefixAwaited,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestForked,
+    RequestPreempted,
+    TokenSampled,
+)
+from stemkv.core.order.base import AdmissionOrder
+from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
+from stemkv.core.request import (
+    FinishReason,
+    Request,
+    RequestId,
+    RequestSpec,
+    RequestState,
+    child_id,
+)
+from stemkv.core.table import BlockCopy, Lease
+from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.errors import (
+    DuplicateRequest,
+    InvalidLimit,
+    InvariantError,
+    PromptTooLong,
+)
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Decides each step. Deterministic: equal calls give equal plans.
+
+    Takes over the cache's event sink; events of cache and requests come out of
+    `commit` and `take_events` in the order they happened.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache: PrefixCache, order: AdmissionOrder
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self._order = order
+        self._requests: dict[RequestId, Request] = {}
+        self._running: list[Request] = []  # sorted by arrival
+        self._num_added = 0
+        self._num_plans = 0
+        self._pending: StepPlan | None = None
+        self._events: list[Event] = []
+        cache.subscribe(self._events.append)
+
+    # Questions
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for admission, preempted ones included."""
+        return len(self._order)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is in flight."""
+        return bool(self._requests)
+
+    @property
+    def pending(self) -> StepPlan | None:
+        """The plan that was scheduled and not yet committed."""
+        return self._pending
+
+    def request(self, request_id: RequestId) -> Request | None:
+        """Return a request in flight; `None` once it has ended."""
+        return self._requests.get(request_id)
+
+    def requests(self) -> tuple[Request, ...]:
+        """Return all requests in flight, in the order they were added."""
+        return tuple(self._requests.values())
+
+    # Verbs
+
+    def add(self, spec: RequestSpec) -> Request:
+        """Queue a request.
+
+        One that can never run is refused at once: `PromptTooLong` if prompt and
+        output exceed the cache or the context, `InvalidLimit` if its samples exceed
+        the places, `DuplicateRequest` if its id is in flight.
+        """
+        for sample in range(spec.num_samples):
+            taken = child_id(spec.request_id, sample)
+            if taken in self._requests:
+                raise DuplicateRequest(
+                    f"request id {taken!r} is in flight; choose another",
+                    field="request_id",
+                )
+        if spec.num_samples > self.config.max_num_running:
+            raise InvalidLimit(
+                f"num_samples is {spec.num_samples} but at most "
+                f"{self.config.max_num_running} requests run at once; lower it or "
+                f"raise max_num_running",
+                field="num_samples",
+            )
+        request = Request(spec, self._num_added)
+        self._check_size(request)
+        self._num_added += 1
+        self._requests[spec.request_id] = request
+        self._order.add(request)
+        return request
+
+    def cancel(self, request_id: RequestId, now: float) -> bool:
+        """End a request in whatever state it is; `False` if it has ended already.
+
+        While its step is in flight, the request ends when that step is committed.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.is_cancelled:
+            return False
+        if request.state is not RequestState.RUNNING:
+            self._order.remove(request_id)
+            self._abort(request, FinishReason.CANCELLED, now)
+        elif self._pending is not None and any(
+            chunk.request_id == request_id for chunk in self._pending.chunks
+        ):
+            request.is_cancelled = True
+        else:
+            self._stop_running(request, now)
+            self._abort(request, FinishReason.CANCELLED, now)
+        return True
+
+    def schedule(self, now: float) -> StepPlan:
+        """Decide the next step; it may be empty when everybody waits or nobody is.
+
+        The plan must be committed (or abandoned) before the next one.
+        """
+        if self._pending is not None:
+            raise InvariantError(
+                f"step {self._pending.step} is neither committed nor abandoned"
+            )
+        step = _Step(self.config.token_budget)
+        for request in tuple(self._running):
+            if request.state is RequestState.RUNNING and not request.is_prefilling:
+                self._schedule_decode(request, step, now)
+        for request in tuple(self._running):
+            if request.state is RequestState.RUNNING and request.is_prefilling:
+                self._schedule_chunk(request, step, now)
+        self._admit(step, now)
+        self._pending = StepPlan(
+            step=self._num_plans,
+            now=now,
+            copies=tuple(step.copies),
+            chunks=tuple(step.chunks),
+        )
+        self._num_plans += 1
+        return self._pending
+
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float
+    ) -> tuple[Event, ...]:
+        """Apply the result of the pending plan; return what happened since the last.
+
+        Whole blocks computed by it become matchable now, not before.
+        """
+        self._take_pending(plan)
+        for chunk in plan.chunks:
+            self._commit_chunk(chunk, result, now)
+        return self.take_events()
+
+    def abandon(self, plan: StepPlan, now: float) -> tuple[Event, ...]:
+        """Give up the pending plan after a failed forward pass.
+
+        Its requests are aborted and nothing it should have computed is published;
+        blocks published by earlier steps stay. All other requests go on.
+        """
+        self._take_pending(plan)
+        for chunk in plan.chunks:
+            request = self._requests[chunk.request_id]
+            self._stop_running(request, now)
+            is_cancelled = request.is_cancelled
+            reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
+            self._abort(request, reason, now)
+        return self.take_events()
+
+    def take_events(self) -> tuple[Event, ...]:
+        """Return and forget what happened since the last call."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    # One step
+
+    def _schedule_decode(self, request: Request, step: _Step, now: float) -> None:
+        if not self._make_writable(request, step, now):
+            return  # it preempted itself
+        self._plan_chunk(request, request.num_tokens, step)
+
+    def _schedule_chunk(self, request: Request, step: _Step, now: float) -> None:
+        """Plan as much of a running prefill as the budget allows."""
+        if step.budget == 0:
+            return
+        if not self._make_writable(request, step, now):
+            return
+        end = min(request.num_tokens, request.num_computed + step.budget)
+        self._plan_chunk(request, end, step)
+
+    def _plan_chunk(self, request: Request, end: int, step: _Step) -> None:
+        lease = _lease_of(request)
+        start = request.num_computed
+        num_samples = _num_places(request) if end == request.num_tokens else 0
+        step.budget -= end - start
+        step.chunks.append(
+            Chunk(
+                request_id=request.request_id,
+                start=start,
+                end=end,
+                tokens=request.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
+                block_ids=lease.table.snapshot(),
+                num_samples=num_samples,
+            )
+        )
+
+    def _make_writable(self, request: Request, step: _Step, now: float) -> bool:
+        """Give the request private slots for all its tokens, preempting if need be.
+
+        Returns `False` if the request itself was the youngest and had to yield.
+        """
+        lease = _lease_of(request)
+        while True:
+            if self.cache.grow(lease, request.num_tokens, now):
+                is_ready, copy = self.cache.prepare_write(
+                    lease, request.num_computed, now
+                )
+                if is_ready:
+                    if copy is not None:
+                        step.copies.append(copy)
+                    return True
+            victim = self._running[-1]
+            if any(chunk.request_id == victim.request_id for chunk in step.chunks):
+                raise InvariantError("the youngest request is planned before an older")
+            self._preempt(victim, now)
+            step.has_preempted = True
+            if victim is request:
+                return False
+
+    def _preempt(self, request: Request, now: float) -> None:
+        """Take a running request's blocks; keep what it computed, if it may share."""
+        self._events.append(
+            RequestPreempted(
+                now=now,
+                request_id=request.request_id,
+                num_computed_tokens=request.num_computed,
+            )
+        )
+        self._stop_running(request, now)
+        request.state = RequestState.PREEMPTED
+        request.num_preemptions += 1
+        request.num_steps_awaiting = 0
+        self._order.add(request)
+
+    # Admission
+
+    def _admit(self, step: _Step, now: float) -> None:
+        for request in self._order.candidates(now):
+            if step.budget == 0 or step.has_preempted:
+                return
+            num_places = sum(map(_num_places, self._running)) + _num_places(request)
+            if num_places > self.config.max_num_running:
+                return
+            if self._awaits_prefix(request, now):
+                continue
+            lease = self.cache.acquire(
+                request.spec.namespace,
+                request.spec.domain,
+                request.tokens,
+                num_slots=request.num_tokens,
+                num_spare=self._num_spare_blocks(),
+                now=now,
+            )
+            if lease is None:
+                return  # no overtaking: small requests must not starve a large one
+            self._start(request, lease, step, now)
+            self._schedule_chunk(request, step, now)
+
+    def _start(self, request: Request, lease: Lease, step: _Step, now: float) -> None:
+        copied = 0
+        if lease.copy is not None:
+            copied = lease.copy.num_tokens
+            step.copies.append(lease.copy)
+        self._order.remove(request.request_id)
+        insort(self._running, request, key=_order_key)
+        is_resumed = request.state is RequestState.PREEMPTED
+        request.state = RequestState.RUNNING
+        request.lease = lease
+        _count_matched(request, lease.num_matched_tokens, copied)
+        request.num_computed = lease.num_matched_tokens
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now
+        self._events.append(
+            RequestAdmitted(
+                now=now,
+                request_id=request.request_id,
+                num_cached_tokens=lease.num_matched_tokens,
+                num_copied_tokens=copied,
+                is_resumed=is_resumed,
+            )
+        )
+
+    def _awaits_prefix(self, request: Request, now: float) -> bool:
+        """Decide whether to wait for a block that a running prefill will publish.
+
+        Bounded twice: the prefill runs in every step that has budget for it, and after
+        `max_steps_awaiting` steps the request stops waiting.
+        """
+        if request.spec.namespace is None:
+            return False
+        if request.num_steps_awaiting >= self.config.max_steps_awaiting:
+            return False
+        leaders = [r for r in self._running if r.is_prefilling and _publishes(r)]
+        if not leaders:
+            return False
+        peek = self.cache.peek(
+            request.spec.namespace, request.spec.domain, request.tokens
+        )
+        # The first block that is missing, if a whole block of it may be matched.
+        index = peek.num_whole_blocks
+        end = (index + 1) * self.cache.config.block_size
+        if end > request.num_tokens - 1:
+            return False
+        missing = request.tokens[: end * TOKEN_BYTES]
+        if not any(self._will_publish(r, request, index, missing) for r in leaders):
+            return False
+        if request.num_steps_awaiting == 0:
+            self._events.append(PrefixAwaited(now=now, request_id=request.request_id))
+        request.num_steps_awaiting += 1
+        return True
+
+    def _will_publish(
+        self, leader: Request, follower: Request, index: int, tokens: bytes
+    ) -> bool:
+        """Whether a running prefill will publish block `index` where we can see it."""
+        lease = _lease_of(leader)
+        is_visible = (
+            index < lease.num_public_blocks
+            or leader.spec.domain == follower.spec.domain
+        )
+        return (
+            is_visible
+            and leader.spec.namespace == follower.spec.namespace
+            and leader.num_tokens * TOKEN_BYTES >= len(tokens)
+            and leader.num_computed * TOKEN_BYTES < len(tokens)
+            and leader.tokens.startswith(tokens)
+        )
+
+    def _num_spare_blocks(self) -> int:
+        """Blocks that admission leaves, so that running requests can grow a while."""
+        if not self._running:
+            return 0  # alone, a request may use everything
+        return max(1, int(self.config.watermark * self.cache.pool.num_total))
+
+    # Results
+
+    def _commit_chunk(self, chunk: Chunk, result: StepResult, now: float) -> None:
+        request = self._requests[chunk.request_id]
+        lease = _lease_of(request)
+        self.cache.copied(lease, now)
+        _count_computed(request, chunk.start, chunk.end)
+        request.num_computed = chunk.end
+        self.cache.publish(lease, request.tokens, request.num_computed, now)
+        if request.is_cancelled:
+            self._stop_running(request, now)
+            self._abort(request, FinishReason.CANCELLED, now)
+            return
+        if chunk.num_samples == 0:
+            return
+        samples = result.samples.get(chunk.request_id, ())
+        if len(samples) != chunk.num_samples:
+            raise InvariantError(
+                f"step {self._num_plans - 1} needs {chunk.num_samples} samples of "
+                f"request {chunk.request_id}, got {len(samples)}"
+            )
+        heirs = [request, *self._fork(request, chunk.num_samples, now)]
+        for heir, sample in zip(heirs, samples, strict=True):
+            self._take_sample(heir, sample, now)
+
+    def _fork(self, request: Request, num_samples: int, now: float) -> list[Request]:
+        """Split a prefilled request into its samples, which share all its blocks."""
+        if num_samples == 1:
+            return []
+        children = []
+        for index in range(1, num_samples):
+            # Children are made here, not by a caller: '#' in their id is reserved.
+            child = Request(
+                replace(request.spec, num_samples=1), request.sequence_number
+            )
+            child.become_sample(request, index)
+            child.lease = self.cache.fork(_lease_of(request), now)
+            self._requests[child.request_id] = child
+            insort(self._running, child, key=_order_key)
+            children.append(child)
+        self._events.append(
+            RequestForked(
+                now=now,
+                request_id=request.request_id,
+                child_ids=tuple(child.request_id for child in children),
+            )
+        )
+        return children
+
+    def _take_sample(self, request: Request, sample: Sample, now: float) -> None:
+        request.append(sample.token)
+        self._events.append(
+            TokenSampled(
+                now=now,
+                request_id=request.request_id,
+                token=sample.token,
+                index=request.num_output_tokens - 1,
+            )
+        )
+        reason = sample.stop
+        if reason is None and request.num_output_tokens >= request.spec.max_new_tokens:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            return
+        self._stop_running(request, now)
+        if reason is FinishReason.FAILED:
+            self._abort(request, reason, now)
+            return
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self._events.append(
+            RequestFinished(now=now, request_id=request.request_id, reason=reason)
+        )
+
+    # Ends
+
+    def _stop_running(self, request: Request, now: float) -> None:
+        """Give the request's blocks back; the published ones stay cached."""
+        self.cache.release(_lease_of(request), now)
+        request.lease = None
+        request.num_computed = 0
+        index = bisect_left(self._running, request.order_key, key=_order_key)
+        if self._running[index] is not request:
+            raise InvariantError(f"request {request.request_id} is not running")
+        del self._running[index]
+
+    def _abort(self, request: Request, reason: FinishReason, now: float) -> None:
+        request.state = RequestState.ABORTED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self._events.append(
+            RequestAborted(now=now, request_id=request.request_id, reason=reason)
+        )
+
+    def _take_pending(self, plan: StepPlan) -> None:
+        if self._pending is None or plan.step != self._pending.step:
+            expected = "none" if self._pending is None else self._pending.step
+            raise InvariantError(f"step {plan.step} is not the pending one: {expected}")
+        self._pending = None
+
+    def _check_size(self, request: Request) -> None:
+        """Refuse what could never run, with the numbers."""
+        num_prompt, num_new = request.num_prompt_tokens, request.spec.max_new_tokens
+        limit = self.config.max_request_tokens
+        if limit is not None and num_prompt + num_new > limit:
+            raise PromptTooLong(
+                f"{num_prompt} prompt tokens + max_new_tokens {num_new} exceed the "
+                f"context of {limit} tokens; shorten the prompt by "
+                f"{num_prompt + num_new - limit} tokens or lower max_new_tokens",
+                field="prompt",
+            )
+        num_blocks = self.cache.num_blocks_for(request.max_tokens)
+        total = self.cache.pool.num_total
+        if num_blocks > total:
+            raise PromptTooLong(
+                f"{num_prompt} prompt tokens + max_new_tokens {num_new} need "
+                f"{num_blocks} blocks but the cache has {total}; raise num_blocks, "
+                f"shorten the prompt or lower max_new_tokens",
+                field="prompt",
+            )
+
+
+class _Step:
+    """A plan in the making."""
+
+    __slots__ = ("budget", "chunks", "copies", "has_preempted")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self.copies: list[BlockCopy] = []
+        self.has_preempted = False  # then nobody is admitted: blocks are short
+
+
+def _lease_of(request: Request) -> Lease:
+    if request.lease is None:
+        raise InvariantError(f"request {request.request_id} holds no lease")
+    return request.lease
+
+
+def _num_places(request: Request) -> int:
+    """How many requests this one is, or will be once it forks."""
+    if request.num_output_tokens or request.sample:
+        return 1
+    return request.spec.num_samples
+
+
+def _publishes(request: Request) -> bool:
+    return request.spec.namespace is not None
+
+
+def _order_key(request: Request) -> tuple[float, int, int]:
+    return request.order_key
+
+
+def _count_matched(request: Request, num_matched: int, num_copied: int) -> None:
+    """Count prompt tokens that need no first computation, each at most once."""
+    num_prompt = request.num_prompt_tokens
+    gained = min(num_matched, num_prompt) - min(request.num_counted, num_prompt)
+    if gained > 0:
+        request.counts.reused += gained
+        request.counts.copied += min(gained, num_copied)
+    request.num_counted = max(request.num_counted, num_matched)
+
+
+def _count_computed(request: Request, start: int, end: int) -> None:
+    """Count computed tokens; those counted before were lost to a preemption."""
+    fresh = max(start, request.num_counted)
+    request.counts.computed += max(0, min(end, request.num_prompt_tokens) - fresh)
+    request.counts.recomputed += min(end, fresh) - start
+    request.num_counted = max(request.num_counted, end)

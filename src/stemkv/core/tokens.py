@@ -1,0 +1,179 @@
+"""Token ids of a request as one contiguous int32 buffer, converted once.
+
+Owns the representation (little-endian int32, four bytes per token). Knows nothing of
+vocabularies, tokenizers or blocks. Buffers are what the prefix tree compares: whole
+runs at memory speed, where a list of Python integers costs a hundred times as much.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+
+from stemkv.errors import TokenOutOfRange
+
+__all__ = ["TOKEN_BYTES", "TokenIds", "common_prefix_bytes"]
+
+TOKEN_BYTES = 4
+_MAX_TOKEN_ID = 2**31 - 1
+_INTEGER_FORMATS = "bBhHiIlLqQnN"
+
+
+class TokenIds:
+    """An immutable run of token ids.
+
+    `buffer` is the little-endian int32 encoding; equality and hashing are those of
+    the buffer. Text tokens are never negative: negative int32 values are reserved
+    for virtual ids of media spans.
+    """
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: bytes) -> None:
+        if len(buffer) % TOKEN_BYTES:
+            raise TokenOutOfRange(
+                f"a token buffer holds 4 bytes per token, got {len(buffer)} bytes",
+                field="tokens",
+            )
+        # The sign bit of each token is the top bit of its fourth byte; `isascii` tests
+        # that bit for all of them in one pass at memory speed.
+        if not buffer[3::TOKEN_BYTES].isascii():
+            ids = memoryview(_to_native(buffer)).cast("i")
+            position = next(i for i, token in enumerate(ids) if token < 0)
+            raise TokenOutOfRange(
+                f"token id {ids[position]} at position {position} is negative; "
+                f"token ids start at 0",
+                field="tokens",
+            )
+        self._buffer = buffer
+
+    @classmethod
+    def from_ids(cls, ids: Iterable[int]) -> TokenIds:
+        """Encode token ids given as Python integers; O(n), done once per request.
+
+        Raises `TokenOutOfRange` naming the first bad position.
+        """
+        values = ids if isinstance(ids, list | tuple) else list(ids)
+        try:
+            return cls(struct.pack(f"<{len(values)}i", *values))
+        except struct.error:
+            raise _first_bad_id(values) from None
+
+    @classmethod
+    def from_buffer(cls, data: bytes | bytearray | memoryview | array[int]) -> TokenIds:
+        """Take token ids from an integer buffer (`array`, numpy, `memoryview`).
+
+        A buffer of plain bytes is read as little-endian int32. Integer buffers of
+        another width are converted; other element types raise `TokenOutOfRange`.
+        """
+        if isinstance(data, bytes):
+            return cls(data)
+        view = memoryview(data)
+        if isinstance(data, bytearray):
+            return cls(bytes(data))
+        if view.format in ("i", "l") and view.itemsize == TOKEN_BYTES:
+            return cls(_to_native(view.tobytes()))
+        if view.format not in _INTEGER_FORMATS:
+            raise TokenOutOfRange(
+                f"token ids must be integers, got a buffer of format {view.format!r}",
+                field="tokens",
+            )
+        return cls.from_ids(view.tolist())
+
+    @property
+    def buffer(self) -> bytes:
+        """The little-endian int32 encoding, 4 bytes per token."""
+        return self._buffer
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `TokenOutOfRange` unless every id is below `vocab_size`; O(n)."""
+        if self._buffer and max(self) >= vocab_size:
+            position, token = next(
+                (i, token) for i, token in enumerate(self) if token >= vocab_size
+            )
+            raise TokenOutOfRange(
+                f"token id {token} at position {position} is outside the vocabulary "
+                f"of {vocab_size} tokens; was it made by this model's tokenizer?",
+                field="tokens",
+            )
+
+    def __len__(self) -> int:
+        return len(self._buffer) // TOKEN_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(_to_native(self._buffer)).cast("i"))
+
+    def __getitem__(self, position: int) -> int:
+        return memoryview(_to_native(self._buffer)).cast("i")[position]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenIds) and self._buffer == other._buffer
+
+    def __hash__(self) -> int:
+        return hash(self._buffer)
+
+    def __repr__(self) -> str:
+        # The count only: prompts must not reach logs through a representation.
+        return f"TokenIds(<{len(self)} tokens>)"
+
+
+def common_prefix_bytes(
+    left: bytes, left_start: int, right: bytes, right_start: int, limit: int
+) -> int:
+    """Return how many leading bytes agree, at most `limit`; O(answer) bytes read.
+
+    Compares doubling runs, then halves the run that differs, so the cost follows
+    the common prefix and not the length of either buffer.
+    """
+    same = 0
+    step = 64
+    while same < limit:
+        step = min(step, limit - same)
+        a, b = left_start + same, right_start + same
+        if left[a : a + step] != right[b : b + step]:
+            break
+        same += step
+        step *= 2
+    else:
+        return limit
+    # Invariant: `same` bytes agree and the next `step` bytes hold a difference.
+    while step > 1:
+        half = step // 2
+        a, b = left_start + same, right_start + same
+        if left[a : a + half] == right[b : b + half]:
+            same += half
+            step -= half
+        else:
+            step = half
+    return same
+
+
+def _to_native(buffer: bytes) -> bytes:
+    """Swap little-endian int32 to (or from) the machine's order; free on most."""
+    if sys.byteorder == "little":
+        return buffer
+    swapped = array("i", buffer)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def _first_bad_id(values: list[int] | tuple[int, ...]) -> TokenOutOfRange:
+    for position, value in enumerate(values):
+        if not isinstance(value, int):
+            try:
+                value = value.__index__()
+            except (AttributeError, TypeError):
+                return TokenOutOfRange(
+                    f"token id at position {position} must be an integer, "
+                    f"got {type(value).__name__}",
+                    field="tokens",
+                )
+        if not 0 <= value <= _MAX_TOKEN_ID:
+            return TokenOutOfRange(
+                f"token id {value} at position {position} is outside "
+                f"[0, {_MAX_TOKEN_ID}]",
+                field="tokens",
+            )
+    return TokenOutOfRange("token ids cannot be encoded as int32", field="tokens")
