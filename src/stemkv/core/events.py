@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stemkv.core.identity import Domain
-from stemkv.core.request import FinishReason, RequestId
+from stemkv.core.request import FinishReason, RequestId, TokenCounts
 
 __all__ = [
     "BlocksEvicted",
@@ -99,6 +99,8 @@ class RequestFinished:
     now: float
     request_id: RequestId
     reason: FinishReason
+    counts: TokenCounts  # final
+    num_preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,8 @@ class RequestAborted:
     now: float
     request_id: RequestId
     reason: FinishReason
+    counts: TokenCounts  # final
+    num_preemptions: int
 
 
 CacheEvent = BlocksPublished | BlocksEvicted

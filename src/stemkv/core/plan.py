@@ -50,7 +50,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sampled token and whether it ends the request."""
+    """One sampled token and whether it ends the request.
+
+    With `FinishReason.FAILED` the token is ignored and the request aborted.
+    """
 
     token: int
     stop: FinishReason | None = None  # None: go on

@@ -436,6 +436,11 @@ class Scheduler:
         return children
 
     def _take_sample(self, request: Request, sample: Sample, now: float) -> None:
+        if sample.stop is FinishReason.FAILED:
+            # There is no token: the driver could not sample one.
+            self._stop_running(request, now)
+            self._abort(request, FinishReason.FAILED, now)
+            return
         request.append(sample.token)
         self._events.append(
             TokenSampled(
@@ -451,14 +456,17 @@ class Scheduler:
         if reason is None:
             return
         self._stop_running(request, now)
-        if reason is FinishReason.FAILED:
-            self._abort(request, reason, now)
-            return
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._events.append(
-            RequestFinished(now=now, request_id=request.request_id, reason=reason)
+            RequestFinished(
+                now=now,
+                request_id=request.request_id,
+                reason=reason,
+                counts=request.counts,
+                num_preemptions=request.num_preemptions,
+            )
         )
 
     # Ends
@@ -478,7 +486,13 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._events.append(
-            RequestAborted(now=now, request_id=request.request_id, reason=reason)
+            RequestAborted(
+                now=now,
+                request_id=request.request_id,
+                reason=reason,
+                counts=request.counts,
+                num_preemptions=request.num_preemptions,
+            )
         )
 
     def _take_pending(self, plan: StepPlan) -> None:

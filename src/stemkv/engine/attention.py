@@ -1,0 +1,298 @@
+"""Paged attention behind transformers' attention interface.
+
+Owns the layout of one step (which rows belong to whom, which blocks they read, under
+which mask), built once per step, and the attention call that every layer makes with
+it. Knows nothing of scheduling or sampling.
+
+Queries are laid out as rows per KV head: the heads of a group and the tokens of a tile
+share the keys, so one `scaled_dot_product_attention` call of
+`[1, kv_heads, group * tokens, head_dim]` against `[1, kv_heads, context, head_dim]`
+serves them without expanding anything. Prefill chunks are cut at multiples of the
+tile; decoding rows of equal context length are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from stemkv.core.plan import Chunk
+from stemkv.engine.kv import KvMemory
+from stemkv.engine.numerics import Numerics
+from stemkv.errors import UnsupportedModel
+
+__all__ = ["ATTENTION_NAME", "StepLayout", "attend"]
+
+ATTENTION_NAME = "stemkv"
+
+# Decodes batched into one call must stay in cache once gathered; beyond this many
+# key positions a call per sequence is faster (docs/lab/LOG.md).
+_MAX_BATCHED_POSITIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Consecutive rows of one sequence that read the same context."""
+
+    start: int  # first row
+    end: int  # one past the last
+    length: int  # key positions read
+    mask: torch.Tensor  # [1, 1, rows (padded), length], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A prefill chunk: its tiles and the blocks of its longest context."""
+
+    block_ids: torch.Tensor  # [num_blocks], int64
+    tiles: tuple[_Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Single rows of several sequences that read contexts of equal length."""
+
+    rows: torch.Tensor  # [batch], int64
+    block_ids: torch.Tensor  # [batch * num_blocks], int64
+    length: int  # key positions read
+    mask: torch.Tensor  # [batch, 1, 1, length]
+
+
+class StepLayout:
+    """Everything attention needs to know about one step.
+
+    Rows are the tokens of the chunks in the order given; rows from `num_rows` on are
+    padding, which is neither written to KV nor attended.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        kv: KvMemory,
+        numerics: Numerics,
+        num_query_heads: int,
+    ) -> None:
+        self.num_rows = sum(chunk.num_tokens for chunk in chunks)
+        self.num_attended = 0  # layers that have used this layout
+        self._kv = kv
+        self._numerics = numerics
+        self._group = num_query_heads // kv.num_kv_heads
+        self._slots = torch.cat([self._slots_of(chunk) for chunk in chunks])
+        self._sequences: list[_Sequence] = []
+        self._decodes: list[_Decodes] = []
+        self._lay_out(chunks)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Write the rows' KV, then attend.
+
+        `query` is `[1, heads, rows, head_dim]`, `key` and `value` have KV heads
+        instead; returns `[1, rows, heads, head_dim]`, zero in padding rows.
+        """
+        self.num_attended += 1
+        keys, values = self._kv.keys[layer], self._kv.values[layer]
+        n = self.num_rows
+        keys.flatten(0, 1).index_copy_(0, self._slots, key[0, :, :n].transpose(0, 1))
+        values.flatten(0, 1).index_copy_(
+            0, self._slots, value[0, :, :n].transpose(0, 1)
+        )
+        heads, rows, dim = query.shape[1:]
+        output = query.new_zeros(rows, heads, dim)
+        for decodes in self._decodes:
+            self._attend_decodes(decodes, query[0], keys, values, scaling, output)
+        for sequence in self._sequences:
+            context = [
+                pool.index_select(0, sequence.block_ids).flatten(0, 1).transpose(0, 1)
+                for pool in (keys, values)
+            ]
+            for tile in sequence.tiles:
+                self._attend_tile(tile, query[0], context, scaling, output)
+        return output[None]
+
+    def _attend_tile(
+        self,
+        tile: _Tile,
+        query: torch.Tensor,
+        context: list[torch.Tensor],
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        kv_heads, dim = self._kv.num_kv_heads, self._kv.head_dim
+        num_tokens = tile.end - tile.start
+        num_rows = self._group * num_tokens
+        rows = query[:, tile.start : tile.end].reshape(kv_heads, num_rows, dim)
+        rows = self._pad(rows)
+        keys, values = context
+        attended = scaled_dot_product_attention(
+            rows[None],
+            keys[None, :, : tile.length],
+            values[None, :, : tile.length],
+            attn_mask=tile.mask,
+            scale=scaling,
+        )
+        output[tile.start : tile.end] = (
+            attended[0, :, :num_rows]
+            .reshape(kv_heads * self._group, num_tokens, dim)
+            .transpose(0, 1)
+        )
+
+    def _attend_decodes(
+        self,
+        decodes: _Decodes,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        kv_heads, dim = self._kv.num_kv_heads, self._kv.head_dim
+        batch = len(decodes.rows)
+        rows = query.index_select(1, decodes.rows).transpose(0, 1)
+        rows = self._pad(rows.reshape(batch, kv_heads, self._group, dim))
+        own_keys, own_values = (
+            pool.index_select(0, decodes.block_ids)
+            .view(batch, -1, kv_heads, dim)[:, : decodes.length]
+            .transpose(1, 2)
+            for pool in (keys, values)
+        )
+        attended = scaled_dot_product_attention(
+            rows, own_keys, own_values, attn_mask=decodes.mask, scale=scaling
+        )
+        attended = attended[:, :, : self._group].reshape(batch, -1, dim)
+        output.index_copy_(0, decodes.rows, attended)
+
+    def _pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pad the second last axis with real copies of its first row (R3, R4)."""
+        num_rows = rows.shape[-2]
+        missing = self._numerics.num_padded_rows(num_rows) - num_rows
+        if missing == 0:
+            return rows
+        return torch.cat([rows, *[rows[..., :1, :]] * missing], dim=-2)
+
+    # Building
+
+    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+        single: dict[int, list[tuple[int, Chunk]]] = {}
+        row = 0
+        for chunk in chunks:
+            if chunk.num_tokens == 1:
+                length = self._numerics.context_length(chunk.end)
+                single.setdefault(length, []).append((row, chunk))
+            else:
+                self._sequences.append(self._sequence(row, chunk))
+            row += chunk.num_tokens
+        for length, members in single.items():
+            batch = max(1, _MAX_BATCHED_POSITIONS // length)
+            for start in range(0, len(members), batch):
+                self._decodes.append(
+                    self._decode_batch(length, members[start : start + batch])
+                )
+
+    def _sequence(self, row: int, chunk: Chunk) -> _Sequence:
+        tile = self._numerics.tile
+        tiles = []
+        start = chunk.start
+        while start < chunk.end:
+            end = min(chunk.end, (start // tile + 1) * tile)
+            length = self._numerics.context_length(end)
+            first = row + start - chunk.start
+            mask = self._mask(start, end, length)
+            tiles.append(_Tile(first, first + end - start, length, mask))
+            start = end
+        return _Sequence(self._padded_block_ids(chunk, length), tuple(tiles))
+
+    def _decode_batch(self, length: int, members: list[tuple[int, Chunk]]) -> _Decodes:
+        positions = torch.tensor([chunk.start for _, chunk in members])
+        mask = torch.zeros(len(members), 1, 1, length, dtype=self._kv.dtype)
+        beyond = torch.arange(length)[None] > positions[:, None]
+        mask[:, 0, 0].masked_fill_(beyond, float("-inf"))
+        return _Decodes(
+            rows=torch.tensor([row for row, _ in members]),
+            block_ids=torch.cat(
+                [self._padded_block_ids(chunk, length) for _, chunk in members]
+            ),
+            length=length,
+            mask=mask,
+        )
+
+    def _mask(self, start: int, end: int, length: int) -> torch.Tensor:
+        """Return the additive causal mask of query positions `start … end - 1`."""
+        num_rows = self._group * (end - start)
+        positions = torch.arange(start, end).repeat(self._group)
+        missing = self._numerics.num_padded_rows(num_rows) - num_rows
+        if missing:
+            positions = torch.cat([positions, positions[:1].repeat(missing)])
+        mask = torch.zeros(1, 1, len(positions), length, dtype=self._kv.dtype)
+        # Only the columns from `start` on can lie beyond a query.
+        beyond = torch.arange(start, length)[None] > positions[:, None]
+        mask[0, 0, :, start:].masked_fill_(beyond, float("-inf"))
+        return mask
+
+    def _padded_block_ids(self, chunk: Chunk, length: int) -> torch.Tensor:
+        """Return the blocks of the context, padded with the zero block."""
+        num_blocks = -(-length // self._kv.block_size)
+        ids = torch.full((num_blocks,), self._kv.zero_block)
+        own = _block_ids(chunk)[:num_blocks]
+        ids[: len(own)] = own
+        return ids
+
+    def _slots_of(self, chunk: Chunk) -> torch.Tensor:
+        positions = torch.arange(chunk.start, chunk.end)
+        size = self._kv.block_size
+        return _block_ids(chunk)[positions // size] * size + positions % size
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    stemkv_layout: StepLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,  # transformers passes what any of its attention functions may want
+) -> tuple[torch.Tensor, None]:
+    """Attention function registered with transformers under `ATTENTION_NAME`."""
+    unsupported = {
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "s_aux": s_aux,
+        "position_bias": position_bias,
+        "attention_mask": attention_mask,
+    }
+    for name, given in unsupported.items():
+        if given is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends with {name}, which is not supported "
+                f"yet; use a decoder model with plain causal attention"
+            )
+    if stemkv_layout is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not pass keyword arguments on to its "
+            f"attention, so the paged KV cannot reach it"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers
+    return stemkv_layout.attend(layer, query, key, value, scaling), None
+
+
+def _block_ids(chunk: Chunk) -> torch.Tensor:
+    """Return the chunk's block ids as int64, which indexing needs."""
+    # `bytearray`: torch wants a writable buffer even where it only reads.
+    return torch.frombuffer(bytearray(chunk.block_ids), dtype=torch.int32).long()

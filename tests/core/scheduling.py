@@ -1,0 +1,558 @@
+"""Builders and fakes for tests of the scheduler.
+
+Tokens are written as letters: `"abca"` is a prompt of four tokens, and outputs come
+back as letters too. `FakeRunner` executes plans on virtual KV and objects to
+everything a tensor would silently get wrong; `Driver` is the loop around a scheduler
+that an engine would be, checking each step and remembering what happened;
+`generate_alone` says what a request must get, whoever else was there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
+
+from stemkv.core import (
+    CacheConfig,
+    Chunk,
+    Domain,
+    Fcfs,
+    FinishReason,
+    Lru,
+    PrefixCache,
+    Request,
+    RequestId,
+    RequestSpec,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+    TokenIds,
+)
+from stemkv.core.blocks import BlockState
+from stemkv.core.check import check_scheduler
+from stemkv.core.events import (
+    Event,
+    RequestAborted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestForked,
+    TokenSampled,
+)
+from stemkv.core.request import RequestState, child_id
+from stemkv.core.tokens import TOKEN_BYTES
+
+__all__ = [
+    "NAMESPACE",
+    "Driver",
+    "FakeRunner",
+    "build_spec",
+    "generate_alone",
+    "of_type",
+    "tokens",
+]
+
+NAMESPACE = b"n" * 32
+VOCABULARY = 4  # small, so that what is generated meets what others ask for
+_FIRST = ord("a")
+
+E = TypeVar("E")
+
+
+def tokens(text: str) -> TokenIds:
+    """One token per letter."""
+    return TokenIds.from_ids([ord(letter) - _FIRST for letter in text])
+
+
+def text_of(buffer: bytes) -> str:
+    return "".join(chr(_FIRST + token) for token in TokenIds(buffer))
+
+
+def build_spec(
+    request_id: str = "r",
+    prompt: str = "abc",
+    *,
+    max_new_tokens: int = 4,
+    arrival_s: float = 0.0,
+    tenant: str = "a",
+    namespace: bytes | None = NAMESPACE,
+    num_samples: int = 1,
+) -> RequestSpec:
+    return RequestSpec(
+        request_id=RequestId(request_id),
+        prompt=tokens(prompt),
+        max_new_tokens=max_new_tokens,
+        arrival_s=arrival_s,
+        domain=Domain.private(tenant),
+        namespace=namespace,
+        num_samples=num_samples,
+    )
+
+
+def of_type(events: Iterable[object], kind: type[E]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+# What is generated: a function of the whole prefix and of which sample it is.
+
+
+@lru_cache(maxsize=100_000)
+def next_token(prefix: bytes, sample: int) -> int:
+    digest = blake2b(prefix, digest_size=4, salt=sample.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest, "big") % VOCABULARY
+
+
+def generate_alone(
+    prompt: str, max_new_tokens: int, *, sample: int = 0, stops: Iterable[str] = ()
+) -> str:
+    """The transparency oracle: no cache, no batch, no schedule."""
+    prefix = tokens(prompt).buffer
+    output = ""
+    while len(output) < max_new_tokens and output[-1:] not in {"", *stops} - {""}:
+        token = next_token(prefix, sample)
+        prefix += token.to_bytes(TOKEN_BYTES, "little")
+        output += chr(_FIRST + token)
+    return output
+
+
+def family_of(request_id: str) -> str:
+    """The request a sample was forked from; any other request is its own family."""
+    return request_id.partition("#")[0]
+
+
+def sample_of(request_id: str) -> int:
+    return int(request_id.partition("#")[2] or 0)
+
+
+class Owner(NamedTuple):
+    """For whom a slot was computed."""
+
+    root_id: int | None  # of the namespace's tree, a new one after `retire`
+    tenant: str
+    family: str
+
+
+class Kv(NamedTuple):
+    """What one slot holds: KV is a function of every token up to its position."""
+
+    prefix: bytes
+    owner: Owner
+
+
+class FakeRunner:
+    """Executes plans on virtual KV and refuses every unsound access.
+
+    - It reads a slot only if that holds KV of exactly the reader's prefix, computed
+      under the same namespace by the same tenant, or inside a public prefix.
+    - It writes a slot only if its block is in no table but the writer's, and is not
+      published.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, stops: Mapping[str, FinishReason] | None = None
+    ) -> None:
+        self.kv: dict[tuple[int, int], Kv] = {}
+        self.public: list[bytes] = []  # whole blocks of declared prefixes
+        self._scheduler = scheduler
+        self._block_size = scheduler.cache.config.block_size
+        self._stops = {
+            ord(letter) - _FIRST: reason for letter, reason in (stops or {}).items()
+        }
+
+    def execute(self, plan: StepPlan, *, num_chunks: int | None = None) -> StepResult:
+        """Run the copies, then the chunks (only the first so many, to fail midway)."""
+        holders = self._holders()
+        for copy in plan.copies:
+            self._require_private(copy.target, holders, f"copy to {copy.target}")
+            assert 1 <= copy.num_tokens < self._block_size
+            for offset in range(copy.num_tokens):
+                self.kv[copy.target, offset] = self.kv[copy.source, offset]
+        chunks = plan.chunks[:num_chunks]
+        for chunk in chunks:
+            self._read_prefix(chunk)
+        for chunk in chunks:
+            self._write(chunk, holders)
+        return StepResult(
+            {c.request_id: self._sample(c) for c in chunks if c.num_samples}
+        )
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Scrub blocks that nobody owns, so that reading one cannot go unnoticed."""
+        for block_id in block_ids:
+            for offset in range(self._block_size):
+                self.kv.pop((block_id, offset), None)
+
+    def check(self) -> None:
+        """Whatever can be matched, and whatever requests count as computed, is there.
+
+        True between steps only: a plan's copies are promises until it has run.
+        """
+        block_size = self._block_size
+        for node in self._scheduler.cache.tree.nodes():
+            path = node.path()
+            prefix = b"".join(step.edge for step in path)
+            start = sum(step.num_blocks for step in path[:-1]) * block_size
+            for position in range(start, start + node.num_blocks * block_size):
+                index, offset = divmod(position - start, block_size)
+                kv = self.kv.get((node.block_ids[index], offset))
+                assert kv is not None, "a published slot was never computed"
+                assert kv.prefix == prefix[: (position + 1) * TOKEN_BYTES]
+        for request in self._scheduler.requests():
+            if request.lease is not None:
+                table = request.lease.table.snapshot()
+                self._check_prefix(request, table, request.num_computed)
+
+    def _holders(self) -> dict[int, list[RequestId]]:
+        holders = defaultdict(list)
+        for request in self._scheduler.requests():
+            if request.lease is not None:
+                for block_id in request.lease.table.ids():
+                    holders[block_id].append(request.request_id)
+        return holders
+
+    def _require_private(
+        self, block_id: int, holders: Mapping[int, list[RequestId]], what: str
+    ) -> RequestId:
+        state = self._scheduler.cache.pool.state(block_id)
+        assert state is BlockState.PRIVATE, f"{what}, which is {state.value}"
+        held_by = holders[block_id]
+        assert len(held_by) == 1, f"{what}, which {held_by} hold"
+        return held_by[0]
+
+    def _read_prefix(self, chunk: Chunk) -> None:
+        request = self._scheduler.request(chunk.request_id)
+        assert request is not None, "a planned request ends at commit, not before"
+        assert request.lease is not None
+        assert chunk.block_ids.tolist() == list(request.lease.table.ids())
+        self._check_prefix(request, chunk.block_ids, chunk.start)
+
+    def _check_prefix(self, request: Request, table: memoryview, end: int) -> None:
+        reader = self._owner(request)
+        for position in range(end):
+            index, offset = divmod(position, self._block_size)
+            kv = self.kv.get((table[index], offset))
+            what = f"position {position} of {request.request_id}"
+            assert kv is not None, f"{what} was never computed"
+            assert kv.prefix == request.tokens[: (position + 1) * TOKEN_BYTES], (
+                f"{what} holds KV of {text_of(kv.prefix)!r}, "
+                f"should be of {text_of(request.tokens)[: position + 1]!r}"
+            )
+            if kv.owner != reader:
+                self._check_sharing(kv, reader, what)
+
+    def _check_sharing(self, kv: Kv, reader: Owner, what: str) -> None:
+        writer = kv.owner
+        assert writer.root_id == reader.root_id, f"{what} is of another namespace"
+        if reader.root_id is None:
+            assert writer.family == reader.family, f"{what} is of an unsharable request"
+        is_public = any(prefix.startswith(kv.prefix) for prefix in self.public)
+        assert writer.tenant == reader.tenant or is_public, f"{what} is private"
+
+    def _write(self, chunk: Chunk, holders: Mapping[int, list[RequestId]]) -> None:
+        request = self._scheduler.request(chunk.request_id)
+        assert request is not None
+        owner = self._owner(request)
+        for position in range(chunk.start, chunk.end):
+            index, offset = divmod(position, self._block_size)
+            block_id = chunk.block_ids[index]
+            what = f"write of {chunk.request_id} to block {block_id}"
+            assert self._require_private(block_id, holders, what) == chunk.request_id
+            prefix = request.tokens[: (position + 1) * TOKEN_BYTES]
+            self.kv[block_id, offset] = Kv(prefix, owner)
+
+    def _owner(self, request: Request) -> Owner:
+        lease = request.lease
+        assert lease is not None
+        root_id = None if lease.node is None else lease.node.root().id
+        return Owner(root_id, lease.domain.name, family_of(request.request_id))
+
+    def _sample(self, chunk: Chunk) -> tuple[Sample, ...]:
+        request = self._scheduler.request(chunk.request_id)
+        assert request is not None
+        prefix = request.tokens[: chunk.end * TOKEN_BYTES]
+        first = sample_of(chunk.request_id)
+        drawn = [next_token(prefix, first + k) for k in range(chunk.num_samples)]
+        return tuple(Sample(token, self._stops.get(token)) for token in drawn)
+
+
+class Driver:
+    """Alternates `schedule` and `commit`, checks every step, remembers everything.
+
+    Time passes by one second with every call. Request ids are used once.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        stops: Mapping[str, FinishReason] | None = None,
+        token_budget: int = 512,
+        max_num_running: int = 8,
+        max_request_tokens: int | None = None,
+        max_steps_awaiting: int = 256,
+        watermark: float = 0.0,
+    ) -> None:
+        self.now = 0.0
+        self.cache = PrefixCache(
+            CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru()
+        )
+        self.config = SchedulerConfig(
+            token_budget=token_budget,
+            max_num_running=min(max_num_running, token_budget),
+            max_request_tokens=max_request_tokens,
+            max_steps_awaiting=max_steps_awaiting,
+            watermark=watermark,
+        )
+        self.scheduler = Scheduler(self.config, self.cache, Fcfs())
+        self.runner = FakeRunner(self.scheduler, stops)
+        self.stops = stops or {}
+        self.requests: dict[str, Request] = {}  # all that were ever added or forked
+        self.plans: list[StepPlan] = []
+        self.events: list[Event] = []
+        self.outputs: defaultdict[str, str] = defaultdict(str)  # what a client saw
+        self.ends: dict[str, FinishReason] = {}
+        self.num_executed: Counter[str] = Counter()  # tokens of committed chunks
+
+    # Acts
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str,
+        *,
+        max_new_tokens: int = 4,
+        tenant: str = "a",
+        namespace: bytes | None = NAMESPACE,
+        num_samples: int = 1,
+        arrival_s: float | None = None,
+    ) -> Request:
+        now = self._tick()
+        request = self.scheduler.add(
+            build_spec(
+                request_id,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                arrival_s=now if arrival_s is None else arrival_s,
+                tenant=tenant,
+                namespace=namespace,
+                num_samples=num_samples,
+            )
+        )
+        self.requests[request_id] = request
+        return request
+
+    def declare_public(self, prefix: str, namespace: bytes = NAMESPACE) -> int:
+        num_blocks = self.cache.declare_public(namespace, tokens(prefix))
+        num_tokens = num_blocks * self.cache.config.block_size
+        self.runner.public.append(tokens(prefix[:num_tokens]).buffer)
+        return num_blocks
+
+    def cancel(self, request_id: str) -> bool:
+        return self.scheduler.cancel(RequestId(request_id), self._tick())
+
+    def schedule(self) -> StepPlan:
+        before = {r.request_id for r in self._decoding()}
+        plan = self.scheduler.schedule(self._tick())
+        self._check_plan(plan, before)
+        self.plans.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> tuple[Event, ...]:
+        events = self.scheduler.commit(plan, result, self._tick())
+        for chunk in plan.chunks:
+            self.num_executed[chunk.request_id] += chunk.num_tokens
+        self._note(events)
+        return events
+
+    def execute_and_commit(self, plan: StepPlan) -> tuple[Event, ...]:
+        return self.commit(plan, self.runner.execute(plan))
+
+    def abandon(self, plan: StepPlan) -> tuple[Event, ...]:
+        events = self.scheduler.abandon(plan, self._tick())
+        self._note(events)
+        return events
+
+    def step(self) -> StepPlan:
+        """One whole step; returns its plan, the events are in `events`."""
+        plan = self.schedule()
+        self.execute_and_commit(plan)
+        check_scheduler(self.scheduler)
+        return plan
+
+    def run(self, max_steps: int = 5_000) -> None:
+        """Step until nobody is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps: {self.describe()}")
+
+    def run_alone(self, request_id: str, prompt: str, **spec: object) -> Request:
+        """Add one request and run to the end."""
+        request = self.add(request_id, prompt, **spec)  # type: ignore[arg-type]
+        self.run()
+        return request
+
+    # Facts
+
+    def events_of(self, request_id: str) -> list[Event]:
+        return [e for e in self.events if getattr(e, "request_id", None) == request_id]
+
+    def num_cached(self, request_id: str) -> int:
+        """Tokens the request did not need to compute when it was first admitted."""
+        return of_type(self.events_of(request_id), RequestAdmitted)[0].num_cached_tokens
+
+    def resident(self) -> dict[tuple[Domain, str], int]:
+        """Every published path as its text, with the number of blocks of its end."""
+        return {
+            (
+                node.domain,
+                text_of(b"".join(step.edge for step in node.path())),
+            ): node.num_blocks
+            for node in self.cache.tree.nodes()
+        }
+
+    def is_cached(self, prompt: str, *, tenant: str = "a") -> int:
+        """How many tokens of the text a request of the tenant would find."""
+        # One token is always computed, so ask with one more.
+        asked = tokens(prompt + "z").buffer
+        return self.cache.peek(NAMESPACE, Domain.private(tenant), asked).num_tokens
+
+    def expected(self, request_id: str) -> str:
+        request = self.requests[request_id]
+        return generate_alone(
+            text_of(request.spec.prompt.buffer),
+            request.spec.max_new_tokens,
+            sample=sample_of(request_id),
+            stops=self.stops,
+        )
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{r.request_id} {r.state.value} {r.num_computed}/{r.num_tokens}"
+            for r in self.scheduler.requests()
+        )
+
+    # Checks
+
+    def check(self) -> None:
+        """What is true after every call."""
+        check_scheduler(self.scheduler)
+        if self.scheduler.pending is None:
+            self.runner.check()
+
+    def check_outputs(self) -> None:
+        """Everybody got what he would have got alone, as far as he got."""
+        for request_id, request in self.requests.items():
+            output, expected = self.outputs[request_id], self.expected(request_id)
+            assert text_of(request.tokens)[request.num_prompt_tokens :] == output
+            if request.state is RequestState.FINISHED:
+                assert output == expected, f"{request_id} differs"
+            else:
+                assert expected.startswith(output), f"{request_id} differs"
+
+    def check_counts(self) -> None:
+        """Every token of whoever finished is counted, and once."""
+        for request_id, request in self.requests.items():
+            if request.state is not RequestState.FINISHED:
+                continue
+            counts, num_prompt = request.counts, request.num_prompt_tokens
+            if request.sample:
+                assert counts.inherited == num_prompt
+                assert (counts.reused, counts.computed) == (0, 0)
+            else:
+                assert counts.inherited == 0
+                assert counts.reused + counts.computed == num_prompt
+                assert counts.reused <= num_prompt - 1
+            assert 0 <= counts.copied <= counts.reused
+            decoded = request.num_output_tokens - 1  # the last token gets no KV
+            assert (
+                self.num_executed[request_id]
+                == counts.computed + counts.recomputed + decoded
+            )
+            if request.num_preemptions == 0:
+                assert counts.recomputed == 0
+
+    def check_baseline(self) -> None:
+        """Nobody is left and nothing is lost."""
+        assert not self.scheduler.has_work
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        usage = self.cache.usage()
+        assert usage.num_active_blocks == 0
+        assert usage.num_free_blocks + usage.num_cached_blocks == usage.num_total_blocks
+        self.cache.evict(usage.num_total_blocks, self._tick())
+        assert self.cache.pool.num_free == self.cache.pool.num_total
+        assert self.cache.tree.num_nodes == 0
+        check_scheduler(self.scheduler)
+
+    def finish(self) -> None:
+        """Run to the end; then every promise about ends must have been kept."""
+        self.run()
+        self.check()
+        self.check_outputs()
+        self.check_counts()
+        self.check_baseline()
+
+    # Private
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def _decoding(self) -> list[Request]:
+        return [
+            request
+            for request in self.scheduler.requests()
+            if request.state is RequestState.RUNNING and not request.is_prefilling
+        ]
+
+    def _check_plan(self, plan: StepPlan, decoding: set[RequestId]) -> None:
+        """What a driver may rely on in every plan."""
+        assert plan.num_tokens <= self.config.token_budget
+        by_id = {chunk.request_id: chunk for chunk in plan.chunks}
+        assert len(by_id) == len(plan.chunks), "a request has two chunks in a step"
+        for chunk in plan.chunks:
+            request = self.scheduler.request(chunk.request_id)
+            assert request is not None
+            assert chunk.start == request.num_computed < chunk.end
+            assert chunk.end <= request.num_tokens
+            span = slice(chunk.start * TOKEN_BYTES, chunk.end * TOKEN_BYTES)
+            assert chunk.tokens == request.tokens[span]
+            assert len(chunk.block_ids) * self.cache.config.block_size >= chunk.end
+            is_last = chunk.end == request.num_tokens
+            is_forking = request.num_output_tokens == 0
+            wanted = request.spec.num_samples if is_forking else 1
+            assert chunk.num_samples == (wanted if is_last else 0)
+        for request in self._decoding():
+            assert by_id[request.request_id].num_tokens == 1, "a decode gets one token"
+        order = [chunk.request_id in decoding for chunk in plan.chunks]
+        assert order == sorted(order, reverse=True), "a decode is behind a prefill"
+
+    def _note(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            match event:
+                case RequestForked(request_id=parent_id):
+                    # A sample that ends with its first token is gone already.
+                    self._note_children(event, self.requests[parent_id])
+                case TokenSampled(request_id=request_id, token=token, index=index):
+                    assert index == len(self.outputs[request_id])
+                    self.outputs[request_id] += chr(_FIRST + token)
+                case RequestFinished() | RequestAborted():
+                    assert event.request_id not in self.ends, "a request ends once"
+                    self.ends[event.request_id] = event.reason
+        if self.scheduler.pending is None:
+            self.runner.forget(self.cache.pool.free_block_ids())
+
+    def _note_children(self, event: RequestForked, parent: Request) -> None:
+        for sample in range(1, parent.spec.num_samples):
+            request_id = child_id(parent.request_id, sample)
+            assert event.child_ids[sample - 1] == request_id
+            child = self.scheduler.request(request_id)
+            if child is not None:
+                self.requests[request_id] = child
