@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +34,10 @@ NUM_NEW = 500
 NUM_SEQUENCES = 2_000
 NUM_LEAVES = 100_000
 LEAF_TOKENS = 64
+
+MATCH = f"match (peek), {NUM_PREFIX:,}-token hit + {NUM_NEW} new"
+ADMISSION = "admission (acquire, publish, release), same hit"
+FROM_LIST = "admission from a list of ids, conversion included"
 
 NAMESPACE = bytes(range(32))
 TENANT = Domain.private("tenant")
@@ -69,42 +73,33 @@ def main() -> int:
 
 def measure_hits(repeats: int) -> list[Bar]:
     """Match and admission behind one prefix, and what converting a list adds."""
-    scene = Scene(num_prefixes=1, num_sequences=NUM_SEQUENCES)
-    name = f"{NUM_PREFIX:,}-token hit + {NUM_NEW} new"
-    peeks = [us for us, _ in scene.time(scene.peek, repeats)]
-    same = scene.new_prompt(0)
-    warm = [time_call(scene.peek, same) for _ in range(repeats)]
-    cycles, evictions = [], []
-    for us, num_evicted in scene.time(scene.admit, repeats):
-        cycles.append(us)
-        evictions.append(num_evicted)
-    lists = [list(TokenIds(scene.new_prompt(0))) for _ in range(64)]
-    conversions = [
-        time_call(TokenIds.from_ids, ids) for _ in range(repeats // 64) for ids in lists
-    ]
-    checks = [time_call(TokenIds, scene.new_prompt(0)) for _ in range(repeats // 8)]
-    from_lists = [
-        time_call(scene.admit_list, list(TokenIds(scene.new_prompt(0))))
-        for _ in range(repeats // 8)
-    ]
+    scene = Scene.full()
+    peeks = scene.time(scene.peek, repeats)
+    prompt = scene.new_prompt(0)
+    warm = [time_call(scene.peek, prompt) for _ in range(repeats)]
+    num_evicted = scene.cache.usage().num_evicted_blocks
+    cycles = scene.time(scene.admit, repeats)
+    num_evicted = scene.cache.usage().num_evicted_blocks - num_evicted
+    few = repeats // 8
+    conversions = [time_call(TokenIds.from_ids, scene.new_list()) for _ in range(few)]
+    checks = [time_call(TokenIds, scene.new_prompt(0)) for _ in range(few)]
+    from_lists = [time_call(scene.admit_list, scene.new_list()) for _ in range(few)]
     return [
-        microseconds(f"match (peek), {name}", peeks, limit=15),
+        microseconds(MATCH, peeks, limit=15),
         microseconds("  the same prompt again and again", warm),
-        microseconds(
-            f"admission (acquire, publish, release), {name}", cycles, limit=60
-        ),
-        exact("  blocks evicted per admission", statistics.mean(evictions), "blocks"),
+        microseconds(ADMISSION, cycles, limit=60),
+        exact("  blocks evicted per admission", num_evicted / len(cycles), "blocks"),
         microseconds(f"list of {NUM_PREFIX + NUM_NEW:,} ids to buffer", conversions),
         microseconds("buffer checked for negative ids", checks),
-        microseconds("admission from a list (conversion included)", from_lists),
+        microseconds(FROM_LIST, from_lists),
     ]
 
 
 def measure_prefixes(repeats: int) -> list[Bar]:
     """The same work with 50 prefixes in turn, so that edges are colder, too."""
-    scene = Scene(num_prefixes=50, num_sequences=NUM_SEQUENCES)
-    peeks = [us for us, _ in scene.time(scene.peek, repeats)]
-    cycles = [us for us, _ in scene.time(scene.admit, repeats)]
+    scene = Scene.full(num_prefixes=50)
+    peeks = scene.time(scene.peek, repeats)
+    cycles = scene.time(scene.admit, repeats)
     return [
         microseconds("match, 50 distinct prefixes", peeks),
         microseconds("admission, 50 distinct prefixes", cycles),
@@ -113,13 +108,12 @@ def measure_prefixes(repeats: int) -> list[Bar]:
 
 def measure_scaling(repeats: int) -> list[Bar]:
     """Match time among few and among many cached sequences, measured in turn."""
-    few = Scene(num_prefixes=1, num_sequences=200)
-    many = Scene(num_prefixes=1, num_sequences=20_000)
+    few = Scene.full(num_sequences=200)
+    many = Scene.full(num_sequences=20_000)
     few_us, many_us = [], []
-    pairs = zip(few.time(few.peek, repeats), many.time(many.peek, repeats), strict=True)
-    for (one, _), (other, _) in pairs:
-        few_us.append(one)
-        many_us.append(other)
+    for _ in range(repeats // 64):  # in turn, so that a noisy moment meets both
+        few_us += few.time(few.peek, 64)
+        many_us += many.time(many.peek, 64)
     ratio = statistics.median(many_us) / statistics.median(few_us)
     return [
         microseconds("match among 200 sequences", few_us),
@@ -142,33 +136,31 @@ def measure_eviction(repeats: int) -> list[Bar]:
     num_victims = 512 // LEAF_TOKENS
     blocks_per_leaf = LEAF_TOKENS // BLOCK_SIZE
     # Some blocks more than leaves, so that only the timed call ever evicts.
-    scene = Scene.empty(num_blocks=NUM_LEAVES * blocks_per_leaf + 64)
+    scene = Scene(NUM_LEAVES * blocks_per_leaf + 64)
     leaves = [scene.publish_leaf() for _ in range(NUM_LEAVES)]
-    times, dropped = [], []
+    num_blocks = num_victims * blocks_per_leaf
+    times, num_dropped = [], 0
     for _ in range(repeats):
         start = time.perf_counter_ns()
-        num_dropped = scene.cache.evict(num_victims * blocks_per_leaf, scene.now)
+        num_dropped += scene.cache.evict(num_blocks, scene.now)
         times.append((time.perf_counter_ns() - start) / 1000)
-        dropped.append(num_dropped)
         for _ in range(num_victims):
             leaves.append(scene.publish_leaf())
-            scene.use(scene.rng.choice(leaves[-NUM_LEAVES:]))
+            scene.use(leaves[-scene.rng.randrange(1, NUM_LEAVES)])
     return [
-        microseconds(
-            f"evict 512 tokens among {NUM_LEAVES:,} leaves", times, limit=150
-        ),
-        exact("  blocks dropped per call", statistics.mean(dropped), "blocks"),
+        microseconds(f"evict 512 tokens among {NUM_LEAVES:,} leaves", times, limit=150),
+        exact("  blocks dropped per call", num_dropped / repeats, "blocks"),
     ]
 
 
 def measure_depth(repeats: int) -> list[Bar]:
     """Match and admission when the prefix is cut into many nodes."""
     bars = []
-    for blocks_per_node in (7, 1):
-        scene = Scene(num_prefixes=1, num_sequences=100, num_spare=800)
-        num_nodes = scene.cut_prefix(blocks_per_node)
-        peeks = [us for us, _ in scene.time(scene.peek, repeats)]
-        cycles = [us for us, _ in scene.time(scene.admit, repeats)]
+    for num_nodes in (107, 749):
+        scene = Scene.full(num_sequences=100, num_spare=2000)
+        scene.cut_prefix(num_nodes)
+        peeks = scene.time(scene.peek, repeats)
+        cycles = scene.time(scene.admit, repeats)
         bars += [
             microseconds(f"match, path of {num_nodes} nodes", peeks),
             microseconds(f"admission, path of {num_nodes} nodes", cycles),
@@ -179,7 +171,7 @@ def measure_depth(repeats: int) -> list[Bar]:
 def measure_memory() -> list[Bar]:
     """Heap bytes of tree, pool and policy; prompts and KV are not in it."""
     tracemalloc.start()
-    scene = Scene(num_prefixes=1, num_sequences=NUM_SEQUENCES, overfill=0)
+    scene = Scene.full(overfill=0)
     num_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     num_tokens = scene.cache.usage().num_cached_blocks * BLOCK_SIZE
@@ -218,20 +210,18 @@ def compare_with_vllm(
         f"{theirs['version']}, KVCacheManager with {theirs['hash']}, prompts as lists"
     )
     request, match, pool = theirs["request"], theirs["match"], theirs["pool"]
-    our = {bar.name.partition(",")[0].partition(" (")[0]: bar.measured for bar in ours}
+    our = {bar.name: bar.measured for bar in ours}
     rows = [
-        ("vLLM: match", match, our["match"]),
-        ("vLLM: match, allocate, free", match + pool, our["admission"]),
-        (
-            "vLLM: the same with request and hashing",
-            request + match + pool,
-            our["admission from a list"],
-        ),
+        ("vLLM: match", match, our[MATCH]),
+        ("vLLM: match, allocate, free", match + pool, our[ADMISSION]),
+        ("vLLM: request and all that", request + match + pool, our[FROM_LIST]),
     ]
     bars = [Bar(name="vLLM: request and hashing", measured=request, unit="µs")]
     for name, value, our_value in rows:
         bars.append(Bar(name=name, measured=value, unit="µs"))
-        bars.append(Bar(name="  vLLM / ours", measured=value / our_value, unit="×"))
+        bars.append(
+            Bar(name="  as a multiple of ours", measured=value / our_value, unit="×")
+        )
     return bars
 
 
@@ -239,37 +229,34 @@ def compare_with_vllm(
 
 
 class Scene:
-    """A full cache with seeded prompts, and a clock that only it advances."""
+    """A cache with seeded prompts, and a clock that only it advances."""
 
-    def __init__(
-        self,
-        *,
-        num_prefixes: int,
-        num_sequences: int,
-        num_spare: int = 0,
-        overfill: int = 300,
-    ) -> None:
-        num_prefix_blocks = num_prefixes * (NUM_PREFIX // BLOCK_SIZE)
-        num_blocks = num_prefix_blocks + num_sequences * NUM_TAIL_BLOCKS
-        self._start(num_blocks + NUM_FRESH_BLOCKS + num_spare)
-        self.prefixes = [self.tokens(NUM_PREFIX) for _ in range(num_prefixes)]
-        # More than fit, so that evicting is the steady state.
-        for index in range(num_sequences + overfill):
-            self.admit(self.new_prompt(index))
-
-    @classmethod
-    def empty(cls, num_blocks: int) -> Scene:
-        """Return a scene with nothing cached."""
-        scene = cls.__new__(cls)
-        scene._start(num_blocks)
-        return scene
-
-    def _start(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.cache = PrefixCache(config, Lru())
+        self.peek = partial(self.cache.peek, NAMESPACE, TENANT)
         self.rng = random.Random(1)
         self.now = 0.0
         self.prefixes: list[bytes] = []
+
+    @classmethod
+    def full(
+        cls,
+        *,
+        num_prefixes: int = 1,
+        num_sequences: int = NUM_SEQUENCES,
+        num_spare: int = 0,
+        overfill: int = 300,
+    ) -> Scene:
+        """Return a cache that holds so many sequences behind so many prefixes."""
+        num_prefix_blocks = num_prefixes * (NUM_PREFIX // BLOCK_SIZE)
+        num_blocks = num_prefix_blocks + num_sequences * NUM_TAIL_BLOCKS
+        scene = cls(num_blocks + NUM_FRESH_BLOCKS + num_spare)
+        scene.prefixes = [scene.tokens(NUM_PREFIX) for _ in range(num_prefixes)]
+        # More than fit, so that evicting is the steady state.
+        for index in range(num_sequences + overfill):
+            scene.admit(scene.new_prompt(index))
+        return scene
 
     def tokens(self, num_tokens: int) -> bytes:
         """Return seeded token ids below 131,072 as a buffer."""
@@ -282,40 +269,36 @@ class Scene:
         """Return a known prefix with a suffix never seen before."""
         return self.prefixes[index % len(self.prefixes)] + self.tokens(NUM_NEW)
 
-    def time(
-        self, verb: Callable[[bytes], T], repeats: int
-    ) -> Iterator[tuple[float, T]]:
-        """Call `verb` with new prompts; yield microseconds and its answer.
+    def new_list(self) -> list[int]:
+        """Return a new prompt as a list of Python integers."""
+        return list(TokenIds(self.new_prompt(0)))
+
+    def time(self, verb: Callable[[bytes], object], repeats: int) -> list[float]:
+        """Call `verb` with new prompts; return the microseconds of each call.
 
         Prompts are made 256 at a time, outside the clock: 13 MB, so that each has
         left the innermost CPU caches when its turn comes.
         """
-        for start in range(0, repeats, 256):
-            prompts = [self.new_prompt(start + i) for i in range(256)]
-            for prompt in prompts[: repeats - start]:
-                begin = time.perf_counter_ns()
-                answer = verb(prompt)
-                yield (time.perf_counter_ns() - begin) / 1000, answer
+        samples: list[float] = []
+        while len(samples) < repeats:
+            num_prompts = min(256, repeats - len(samples))
+            prompts = [self.new_prompt(index) for index in range(num_prompts)]
+            samples += [time_call(verb, prompt) for prompt in prompts]
+        return samples
 
-    def peek(self, prompt: bytes) -> int:
-        """Match without touching anything."""
-        return self.cache.peek(NAMESPACE, TENANT, prompt).num_tokens
-
-    def admit(self, prompt: bytes) -> int:
-        """Acquire, publish and release; return how many blocks that evicted."""
+    def admit(self, prompt: bytes) -> None:
+        """Acquire, publish and release."""
         cache = self.cache
-        num_evicted = cache._num_evicted
         self.now = now = self.now + 0.001
         num_tokens = len(prompt) // TOKEN_BYTES
         lease = cache.acquire(NAMESPACE, TENANT, prompt, num_slots=num_tokens, now=now)
         assert lease is not None, "the cache has room for one request at a time"
         cache.publish(lease, prompt, num_tokens, now)
         cache.release(lease, now)
-        return cache._num_evicted - num_evicted
 
-    def admit_list(self, ids: list[int]) -> int:
+    def admit_list(self, ids: list[int]) -> None:
         """Convert a list of ids, then admit it."""
-        return self.admit(TokenIds.from_ids(ids).buffer)
+        self.admit(TokenIds.from_ids(ids).buffer)
 
     def publish_leaf(self) -> bytes:
         """Publish a prompt that shares with nobody."""
@@ -333,19 +316,20 @@ class Scene:
         assert lease is not None, "a private block is free"
         self.cache.release(lease, self.now)
 
-    def cut_prefix(self, blocks_per_node: int) -> int:
-        """Branch off the prefix every so many blocks; return the nodes of its path."""
+    def cut_prefix(self, num_nodes: int) -> None:
+        """Branch off the prefix so often that its path has this many nodes."""
         (prefix,) = self.prefixes
-        step = blocks_per_node * BLOCK_SIZE * TOKEN_BYTES
-        for end in range(step, len(prefix), step):
+        num_blocks = NUM_PREFIX // BLOCK_SIZE
+        for cut in range(1, num_nodes):
+            end = cut * num_blocks // num_nodes * BLOCK_SIZE * TOKEN_BYTES
             self.admit(prefix[:end] + self.tokens(BLOCK_SIZE))
-        # One block more: the branches there are, and the whole prefix is matched.
+        prompt = self.new_prompt(0)
         match = self.cache.tree.match(
-            NAMESPACE, TENANT, self.new_prompt(0), limit=NUM_PREFIX + NUM_NEW - 1
+            NAMESPACE, TENANT, prompt, limit=NUM_PREFIX + NUM_NEW - 1
         )
-        assert match.num_blocks * BLOCK_SIZE == NUM_PREFIX, "all of it is cached"
+        assert match.num_blocks == num_blocks, "the whole prefix is cached"
         assert match.node is not None, "something matched"
-        return len(match.node.path())
+        assert len(match.node.path()) == num_nodes, "and it is cut as asked"
 
 
 # Measuring

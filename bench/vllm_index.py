@@ -45,7 +45,12 @@ def main() -> None:
     hasher = get_request_block_hasher(block_size, hash_block)
     rng = random.Random(1)
     prefix = random_ids(rng, num_prefix)
-    samples: dict[str, list[float]] = {"request": [], "match": [], "pool": [], "cached": []}
+    samples: dict[str, list[float]] = {
+        "request": [],
+        "match": [],
+        "pool": [],
+        "cached": [],
+    }
     for index in range(num_sequences + num_repeats):
         prompt = prefix + random_ids(rng, num_new)
         times = admit(manager, hasher, str(index), prompt)

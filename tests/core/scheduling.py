@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from stemkv.core import (
     CacheConfig,
@@ -59,6 +59,12 @@ __all__ = [
 NAMESPACE = b"n" * 32
 VOCABULARY = 4  # small, so that what is generated meets what others ask for
 _FIRST = ord("a")
+
+_ENDED_WELL = {
+    FinishReason.LENGTH,
+    FinishReason.STOP_TOKEN,
+    FinishReason.STOP_STRING,
+}
 
 E = TypeVar("E")
 
@@ -112,7 +118,8 @@ def generate_alone(
     """The transparency oracle: no cache, no batch, no schedule."""
     prefix = tokens(prompt).buffer
     output = ""
-    while len(output) < max_new_tokens and output[-1:] not in {"", *stops} - {""}:
+    last = tuple(stops)
+    while len(output) < max_new_tokens and not output.endswith(last):
         token = next_token(prefix, sample)
         prefix += token.to_bytes(TOKEN_BYTES, "little")
         output += chr(_FIRST + token)
@@ -168,7 +175,7 @@ class FakeRunner:
         holders = self._holders()
         for copy in plan.copies:
             self._require_private(copy.target, holders, f"copy to {copy.target}")
-            assert 1 <= copy.num_tokens < self._block_size
+            assert 1 <= copy.num_tokens <= self._block_size
             for offset in range(copy.num_tokens):
                 self.kv[copy.target, offset] = self.kv[copy.source, offset]
         chunks = plan.chunks[:num_chunks]
@@ -355,10 +362,17 @@ class Driver:
     def cancel(self, request_id: str) -> bool:
         return self.scheduler.cancel(RequestId(request_id), self._tick())
 
+    def retire(self, namespace: bytes = NAMESPACE) -> int:
+        return self.cache.retire(namespace, self._tick())
+
     def schedule(self) -> StepPlan:
-        before = {r.request_id for r in self._decoding()}
+        running = [
+            r for r in self.scheduler.requests() if r.state is RequestState.RUNNING
+        ]
+        decoding = {r.request_id for r in self._decoding()}
         plan = self.scheduler.schedule(self._tick())
-        self._check_plan(plan, before)
+        self._check_plan(plan, decoding)
+        self._check_victims(running)
         self.plans.append(plan)
         return plan
 
@@ -392,9 +406,9 @@ class Driver:
             self.step()
         raise AssertionError(f"no end after {max_steps} steps: {self.describe()}")
 
-    def run_alone(self, request_id: str, prompt: str, **spec: object) -> Request:
+    def serve(self, request_id: str, prompt: str, **spec: Any) -> Request:
         """Add one request and run to the end."""
-        request = self.add(request_id, prompt, **spec)  # type: ignore[arg-type]
+        request = self.add(request_id, prompt, **spec)
         self.run()
         return request
 
@@ -407,27 +421,28 @@ class Driver:
         """Tokens the request did not need to compute when it was first admitted."""
         return of_type(self.events_of(request_id), RequestAdmitted)[0].num_cached_tokens
 
-    def resident(self) -> dict[tuple[Domain, str], int]:
-        """Every published path as its text, with the number of blocks of its end."""
-        return {
-            (
-                node.domain,
-                text_of(b"".join(step.edge for step in node.path())),
-            ): node.num_blocks
-            for node in self.cache.tree.nodes()
-        }
+    def resident(self) -> set[tuple[str, str]]:
+        """Every published block: who may see it, and the text up to its end."""
+        block_size = self.cache.config.block_size
+        blocks = set()
+        for node in self.cache.tree.nodes():
+            text = text_of(b"".join(step.edge for step in node.path()))
+            for index in range(node.num_blocks):
+                end = len(text) - index * block_size
+                blocks.add((node.domain.name, text[:end]))
+        return blocks
 
-    def is_cached(self, prompt: str, *, tenant: str = "a") -> int:
+    def num_findable(self, prompt: str, *, tenant: str = "a") -> int:
         """How many tokens of the text a request of the tenant would find."""
         # One token is always computed, so ask with one more.
         asked = tokens(prompt + "z").buffer
         return self.cache.peek(NAMESPACE, Domain.private(tenant), asked).num_tokens
 
     def expected(self, request_id: str) -> str:
-        request = self.requests[request_id]
+        spec = self.requests[family_of(request_id)].spec
         return generate_alone(
-            text_of(request.spec.prompt.buffer),
-            request.spec.max_new_tokens,
+            text_of(spec.prompt.buffer),
+            spec.max_new_tokens,
             sample=sample_of(request_id),
             stops=self.stops,
         )
@@ -449,9 +464,11 @@ class Driver:
     def check_outputs(self) -> None:
         """Everybody got what he would have got alone, as far as he got."""
         for request_id, request in self.requests.items():
-            output, expected = self.outputs[request_id], self.expected(request_id)
-            assert text_of(request.tokens)[request.num_prompt_tokens :] == output
-            if request.state is RequestState.FINISHED:
+            output = text_of(request.tokens)[request.num_prompt_tokens :]
+            assert self.outputs[request_id] == output
+        for request_id, output in self.outputs.items():
+            expected = self.expected(request_id)
+            if self.ends.get(request_id) in _ENDED_WELL:
                 assert output == expected, f"{request_id} differs"
             else:
                 assert expected.startswith(output), f"{request_id} differs"
@@ -532,6 +549,14 @@ class Driver:
             assert by_id[request.request_id].num_tokens == 1, "a decode gets one token"
         order = [chunk.request_id in decoding for chunk in plan.chunks]
         assert order == sorted(order, reverse=True), "a decode is behind a prefill"
+
+    def _check_victims(self, were_running: list[Request]) -> None:
+        """The youngest go; so the oldest never does while anybody else runs."""
+        lost = [r for r in were_running if r.state is RequestState.PREEMPTED]
+        kept = [r for r in were_running if r.state is RequestState.RUNNING]
+        assert kept or not lost, "the oldest was preempted"
+        for victim in lost:
+            assert all(request.order_key < victim.order_key for request in kept)
 
     def _note(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -187,17 +187,30 @@ class Engine:
         """Return blocks by state and totals."""
         return self.cache.usage()
 
-    def encode(self, prompt: str | Sequence[dict[str, str]]) -> TokenIds:
-        """Return the token ids of a text, or of chat messages by the chat template."""
+    def encode(
+        self,
+        prompt: str | Sequence[dict[str, str]],
+        *,
+        is_answer_next: bool = True,
+    ) -> TokenIds:
+        """Return the token ids of a text, or of chat messages by the chat template.
+
+        With `is_answer_next` the template opens the assistant's turn. Raises
+        `EmptyPrompt` for nothing, `ConfigError` if the engine lacks what it takes.
+        """
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             raise ConfigError("this engine has no tokenizer; pass TokenIds")
+        if not prompt:
+            raise EmptyPrompt("prompt is empty; give some text", field="prompt")
         if isinstance(prompt, str):
-            if not prompt:
-                raise EmptyPrompt("prompt is empty; give some text", field="prompt")
             return TokenIds.from_ids(tokenizer(prompt)["input_ids"])
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"model {self.loaded.name} has no chat template; pass text instead"
+            )
         ids = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, return_dict=False
+            list(prompt), add_generation_prompt=is_answer_next, return_dict=False
         )
         return TokenIds.from_ids(ids)
 
