@@ -19,8 +19,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ NUM_NEW = 500
 NUM_SEQUENCES = 2_000
 NUM_LEAVES = 100_000
 LEAF_TOKENS = 64
+NUM_ROUNDS = 8
 
 MATCH = f"match (peek), {NUM_PREFIX:,}-token hit + {NUM_NEW} new"
 ADMISSION = "admission (acquire, publish, release), same hit"
@@ -54,10 +56,10 @@ def main() -> int:
     options = parser(__doc__.splitlines()[0]).parse_args()
     facts = {"machine": pin_to_one_core()}
     facts["repeats"] = "few (--quick)" if options.quick else "full"
-    facts["values"] = (
-        "medians over single calls by the wall clock, clock overhead included; "
-        "exact ones are counts"
+    facts["measured"] = (
+        f"median call of the quietest of {NUM_ROUNDS} rounds, by the wall clock"
     )
+    facts["exact"] = "counts, the same in every run"
     repeats = 256 if options.quick else 2048
     bars = [*measure_hits(repeats), *measure_prefixes(repeats)]
     bars += measure_scaling(repeats)
@@ -86,8 +88,10 @@ def measure_hits(repeats: int) -> list[Bar]:
     from_lists = [time_call(scene.admit_list, scene.new_list()) for _ in range(few)]
     return [
         microseconds(MATCH, peeks, limit=15),
+        slowest_round(peeks),
         microseconds("  the same prompt again and again", warm),
         microseconds(ADMISSION, cycles, limit=60),
+        slowest_round(cycles),
         exact("  blocks evicted per admission", num_evicted / len(cycles), "blocks"),
         microseconds(f"list of {NUM_PREFIX + NUM_NEW:,} ids to buffer", conversions),
         microseconds("buffer checked for negative ids", checks),
@@ -114,7 +118,7 @@ def measure_scaling(repeats: int) -> list[Bar]:
     for _ in range(repeats // 64):  # in turn, so that a noisy moment meets both
         few_us += few.time(few.peek, 64)
         many_us += many.time(many.peek, 64)
-    ratio = statistics.median(many_us) / statistics.median(few_us)
+    ratio = min(medians(many_us)) / min(medians(few_us))
     return [
         microseconds("match among 200 sequences", few_us),
         microseconds("match among 20,000 sequences", many_us),
@@ -149,6 +153,7 @@ def measure_eviction(repeats: int) -> list[Bar]:
             scene.use(leaves[-scene.rng.randrange(1, NUM_LEAVES)])
     return [
         microseconds(f"evict 512 tokens among {NUM_LEAVES:,} leaves", times, limit=150),
+        slowest_round(times),
         exact("  blocks dropped per call", num_dropped / repeats, "blocks"),
     ]
 
@@ -194,34 +199,33 @@ def compare_with_vllm(
         return []
     script = Path(__file__).with_name("vllm_index.py")
     numbers = (NUM_PREFIX, NUM_NEW, BLOCK_SIZE, NUM_SEQUENCES, repeats)
-    done = subprocess.run(
-        [interpreter, str(script), *map(str, numbers)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    command = [interpreter, str(script), *map(str, numbers)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError as error:
+        facts["vllm"] = f"absent ({error})"
+        return []
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
         facts["vllm"] = f"absent ({interpreter} failed: {reason})"
         return []
     theirs = json.loads(done.stdout.strip().splitlines()[-1])
-    assert theirs["cached"] == NUM_PREFIX, "vLLM hits the whole prefix as well"
+    rows = theirs["rows"]
+    assert {row["cached"] for row in rows} == {NUM_PREFIX}, "vLLM hits all of it, too"
     facts["vllm"] = (
-        f"{theirs['version']}, KVCacheManager with {theirs['hash']}, prompts as lists"
+        f"{theirs['version']}, KVCacheManager with {theirs['hash']}, prompts as lists, "
+        f"by the CPU clock"
     )
-    request, match, pool = theirs["request"], theirs["match"], theirs["pool"]
     our = {bar.name: bar.measured for bar in ours}
-    rows = [
-        ("vLLM: match", match, our[MATCH]),
-        ("vLLM: match, allocate, free", match + pool, our[ADMISSION]),
-        ("vLLM: request and all that", request + match + pool, our[FROM_LIST]),
-    ]
-    bars = [Bar(name="vLLM: request and hashing", measured=request, unit="µs")]
-    for name, value, our_value in rows:
-        bars.append(Bar(name=name, measured=value, unit="µs"))
-        bars.append(
-            Bar(name="  as a multiple of ours", measured=value / our_value, unit="×")
-        )
+    bars = [microseconds("vLLM: request and hashing", [r["request"] for r in rows])]
+    for name, steps, counterpart in (
+        ("vLLM: match", ("match",), MATCH),
+        ("vLLM: match, allocate, free", ("match", "pool"), ADMISSION),
+        ("vLLM: request and all that", ("request", "match", "pool"), FROM_LIST),
+    ):
+        bar = microseconds(name, [sum(row[step] for step in steps) for row in rows])
+        ratio = bar.measured / our[counterpart]
+        bars += [bar, Bar(name="  as a multiple of ours", measured=ratio, unit="×")]
     return bars
 
 
@@ -343,11 +347,22 @@ def time_call(verb: Callable[[T], object], argument: T) -> float:
 
 
 def microseconds(
-    name: str, samples: Iterable[float], limit: float | None = None
+    name: str, samples: Sequence[float], limit: float | None = None
 ) -> Bar:
-    """Return a bar on the median."""
-    value = statistics.median(samples)
-    return Bar(name=name, measured=value, limit=limit, unit="µs")
+    """Return a bar on the median call of the quietest round."""
+    return Bar(name=name, measured=min(medians(samples)), limit=limit, unit="µs")
+
+
+def slowest_round(samples: Sequence[float]) -> Bar:
+    """Return how much the rest of the machine disturbed a measurement."""
+    name = f"  median of the slowest of {NUM_ROUNDS} rounds"
+    return Bar(name=name, measured=max(medians(samples)), unit="µs")
+
+
+def medians(samples: Sequence[float]) -> list[float]:
+    """Cut samples into rounds; return the median of each."""
+    bounds = [len(samples) * i // NUM_ROUNDS for i in range(NUM_ROUNDS + 1)]
+    return [statistics.median(samples[a:b]) for a, b in pairwise(bounds)]
 
 
 def exact(name: str, value: float, unit: str) -> Bar:

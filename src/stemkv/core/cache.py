@@ -104,7 +104,10 @@ class PrefixCache:
         """Return how many leading whole blocks lie inside a declared public prefix."""
         if namespace is None:
             return 0
-        declared = self._public.get(namespace, {}).get(tokens[: self._block_bytes], ())
+        by_block = self._public.get(namespace)
+        if by_block is None:
+            return 0
+        declared = by_block.get(tokens[: self._block_bytes], ())
         return max(
             (
                 common_prefix_bytes(prefix, 0, tokens, 0, min(len(prefix), len(tokens)))

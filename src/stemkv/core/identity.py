@@ -170,6 +170,10 @@ class Domain:
                 f"got {self.kind.value} {self.name!r}"
             )
 
+    def __hash__(self) -> int:
+        # A dict key at every node of every match; a string remembers its own hash.
+        return hash(self.name)
+
     @classmethod
     def private(cls, principal: str) -> Domain:
         """Return the domain only `principal` sees."""

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.identity import PUBLIC, Domain, DomainKind
 from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
 from stemkv.errors import InvariantError
 
@@ -182,7 +182,7 @@ class PrefixTree:
         node, num_node_blocks, offset = self._descend(
             root, PUBLIC, tokens, 0, end, publics
         )
-        if domain is not PUBLIC and domain != PUBLIC:
+        if domain.kind is not DomainKind.PUBLIC:
             # A private branch may leave the public path at any of its nodes, and may
             # go further than the public path itself.
             for start, start_offset in reversed(publics):
@@ -365,6 +365,12 @@ class PrefixTree:
             child = children.get(tokens[offset : offset + block_bytes])
             if child is None:
                 return node, node.num_blocks, offset
+            edge = child.edge
+            # `common_blocks` spelled out for the usual case: deep paths live here.
+            stop = offset + len(edge)
+            if stop <= end and tokens.startswith(edge, offset):
+                node, offset = child, stop
+                continue
             num_blocks = self.common_blocks(child, tokens, offset, end)
             offset += num_blocks * block_bytes
             node = child
@@ -383,6 +389,7 @@ class PrefixTree:
         """Find the visible block that continues a match for the most tokens."""
         block_bytes = self._block_bytes
         wanted = tokens[offset : min(offset + block_bytes, limit_bytes)]
+        first = wanted[:TOKEN_BYTES]
         best: PartialBlock | None = None
         best_bytes = TOKEN_BYTES - 1
         if num_node_blocks < node.num_blocks:
@@ -390,11 +397,14 @@ class PrefixTree:
             best_bytes = common_prefix_bytes(node.edge, start, wanted, 0, len(wanted))
             best = PartialBlock(node, num_node_blocks, best_bytes // TOKEN_BYTES)
         else:
-            for visible in (PUBLIC, domain) if domain != PUBLIC else (PUBLIC,):
+            is_public = domain.kind is DomainKind.PUBLIC
+            for visible in (PUBLIC,) if is_public else (PUBLIC, domain):
                 children = node.children.get(visible)
                 if children is None:
                     continue
                 for block, child in children.nearest(wanted):
+                    if block[:TOKEN_BYTES] != first:
+                        continue  # most often: nothing to copy
                     same = common_prefix_bytes(block, 0, wanted, 0, len(wanted))
                     if same > best_bytes:
                         best_bytes = same

@@ -56,7 +56,8 @@ class _Sequence:
 class _Decodes:
     """Single rows of several sequences that read contexts of equal length."""
 
-    rows: torch.Tensor  # [batch], int64
+    rows: slice | torch.Tensor  # consecutive rows, or [batch] int64
+    batch: int
     block_ids: torch.Tensor  # [batch * num_blocks], int64
     length: int  # key positions read
     mask: torch.Tensor  # [batch, 1, 1, length]
@@ -65,8 +66,7 @@ class _Decodes:
 class StepLayout:
     """Everything attention needs to know about one step.
 
-    Rows are the tokens of the chunks in the order given; rows from `num_rows` on are
-    padding, which is neither written to KV nor attended.
+    Rows are the tokens of the chunks in the order given.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class StepLayout:
         numerics: Numerics,
         num_query_heads: int,
     ) -> None:
-        self.num_rows = sum(chunk.num_tokens for chunk in chunks)
         self.num_attended = 0  # layers that have used this layout
         self._kv = kv
         self._numerics = numerics
@@ -84,7 +83,10 @@ class StepLayout:
         self._slots = torch.cat([self._slots_of(chunk) for chunk in chunks])
         self._sequences: list[_Sequence] = []
         self._decodes: list[_Decodes] = []
+        self._decode_rows = self._padded_group()
         self._lay_out(chunks)
+        # The common step of nothing but decodes needs no assembling of its output.
+        self._is_one_batch = not self._sequences and len(self._decodes) == 1
 
     def attend(
         self,
@@ -97,19 +99,24 @@ class StepLayout:
         """Write the rows' KV, then attend.
 
         `query` is `[1, heads, rows, head_dim]`, `key` and `value` have KV heads
-        instead; returns `[1, rows, heads, head_dim]`, zero in padding rows.
+        instead; returns `[1, rows, heads, head_dim]`.
         """
         self.num_attended += 1
         keys, values = self._kv.keys[layer], self._kv.values[layer]
-        n = self.num_rows
-        keys.flatten(0, 1).index_copy_(0, self._slots, key[0, :, :n].transpose(0, 1))
-        values.flatten(0, 1).index_copy_(
-            0, self._slots, value[0, :, :n].transpose(0, 1)
-        )
-        heads, rows, dim = query.shape[1:]
-        output = query.new_zeros(rows, heads, dim)
+        for slots, new in (
+            (self._kv.key_slots[layer], key),
+            (self._kv.value_slots[layer], value),
+        ):
+            slots.index_copy_(0, self._slots, new[0].transpose(0, 1))
+        by_row = query[0].transpose(0, 1)  # [rows, heads, head_dim]
+        if self._is_one_batch:
+            decodes = self._decodes[0]
+            return self._attend_decodes(decodes, by_row, keys, values, scaling)[None]
+        output = by_row.new_zeros(by_row.shape)
         for decodes in self._decodes:
-            self._attend_decodes(decodes, query[0], keys, values, scaling, output)
+            output[decodes.rows] = self._attend_decodes(
+                decodes, by_row, keys, values, scaling
+            )
         for sequence in self._sequences:
             context = [
                 pool.index_select(0, sequence.block_ids).flatten(0, 1).transpose(0, 1)
@@ -153,23 +160,22 @@ class StepLayout:
         keys: torch.Tensor,
         values: torch.Tensor,
         scaling: float,
-        output: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Return `[batch, heads, head_dim]` for the group's rows of `query`."""
         kv_heads, dim = self._kv.num_kv_heads, self._kv.head_dim
-        batch = len(decodes.rows)
-        rows = query.index_select(1, decodes.rows).transpose(0, 1)
-        rows = self._pad(rows.reshape(batch, kv_heads, self._group, dim))
+        rows = query[decodes.rows].reshape(decodes.batch, kv_heads, self._group, dim)
+        if self._decode_rows is not None:
+            rows = rows.index_select(2, self._decode_rows)
         own_keys, own_values = (
             pool.index_select(0, decodes.block_ids)
-            .view(batch, -1, kv_heads, dim)[:, : decodes.length]
+            .view(decodes.batch, -1, kv_heads, dim)[:, : decodes.length]
             .transpose(1, 2)
             for pool in (keys, values)
         )
         attended = scaled_dot_product_attention(
             rows, own_keys, own_values, attn_mask=decodes.mask, scale=scaling
         )
-        attended = attended[:, :, : self._group].reshape(batch, -1, dim)
-        output.index_copy_(0, decodes.rows, attended)
+        return attended[:, :, : self._group].reshape(decodes.batch, -1, dim)
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Pad the second last axis with real copies of its first row (R3, R4)."""
@@ -211,13 +217,27 @@ class StepLayout:
             start = end
         return _Sequence(self._padded_block_ids(chunk, length), tuple(tiles))
 
+    def _padded_group(self) -> torch.Tensor | None:
+        """Return the heads of a group with copies that pad it; `None` if it fits."""
+        missing = self._numerics.num_padded_rows(self._group) - self._group
+        if missing == 0:
+            return None
+        return torch.tensor([*range(self._group), *[0] * missing])
+
     def _decode_batch(self, length: int, members: list[tuple[int, Chunk]]) -> _Decodes:
+        rows = [row for row, _ in members]
+        is_consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         positions = torch.tensor([chunk.start for _, chunk in members])
         mask = torch.zeros(len(members), 1, 1, length, dtype=self._kv.dtype)
         beyond = torch.arange(length)[None] > positions[:, None]
         mask[:, 0, 0].masked_fill_(beyond, float("-inf"))
         return _Decodes(
-            rows=torch.tensor([row for row, _ in members]),
+            rows=(
+                slice(rows[0], rows[0] + len(rows))
+                if is_consecutive
+                else torch.tensor(rows)
+            ),
+            batch=len(rows),
             block_ids=torch.cat(
                 [self._padded_block_ids(chunk, length) for _, chunk in members]
             ),

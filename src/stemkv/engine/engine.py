@@ -40,7 +40,7 @@ from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TokenIds
 from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import can_pack, pack_linears
+from stemkv.engine.linear import replace_linears
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import numerics_named
 from stemkv.engine.runner import ModelRunner
@@ -48,7 +48,13 @@ from stemkv.engine.sampling import SamplingParams, choose_token, make_generator
 from stemkv.engine.selftest import check_exact, check_layers
 from stemkv.engine.text import OutputText
 from stemkv.engine.threads import default_num_threads
-from stemkv.errors import ConfigError, EmptyPrompt, StemKVError, StopInPrompt
+from stemkv.errors import (
+    ConfigError,
+    EmptyPrompt,
+    NumericsError,
+    StemKVError,
+    StopInPrompt,
+)
 from stemkv.measure.steps import StepRecord
 from stemkv.measure.timeline import RequestTimeline
 
@@ -136,10 +142,14 @@ class Engine:
         self._ended: list[Completion] = []  # not yet returned by `step`
         self._num_added = 0
         torch.set_num_threads(self.config.num_threads or default_num_threads())
-        is_packed = can_pack(loaded.dtype)
-        if is_packed:
-            pack_linears(loaded.model)
+        linears = replace_linears(loaded.model)
         numerics = numerics_named(self.config.numerics)
+        if numerics.pads_context and not linears.is_stable:
+            raise NumericsError(
+                f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
+                f"row of a linear depends on how many others there are; use another "
+                f"dtype, or numerics 'tolerant'"
+            )
         self.kv = self._make_kv()
         self._runner = ModelRunner(
             loaded.model,
@@ -155,7 +165,7 @@ class Engine:
             loaded,
             numerics,
             block_size=self.config.block_size,
-            is_packed=is_packed,
+            is_packed=linears.is_packed,
         )
         self.namespace = (
             self.identity.namespace() if self.config.reuses_prefixes else None

@@ -43,6 +43,9 @@ class KvMemory:
         self._storage = torch.zeros(shape, dtype=dtype)
         self.keys = [layer[0] for layer in self._storage]
         self.values = [layer[1] for layer in self._storage]
+        # The same memory by slot: [(num_blocks + 1) * block_size, kv_heads, head_dim].
+        self.key_slots = [keys.flatten(0, 1) for keys in self.keys]
+        self.value_slots = [values.flatten(0, 1) for values in self.values]
 
     @property
     def num_layers(self) -> int:

@@ -1,40 +1,133 @@
-"""Linear layers with weights packed once for the CPU's matrix kernels.
+"""Linear layers whose rows do not depend on how many others there are.
 
-Owns the replacement of `nn.Linear`. The packed kernel is 1.4 to 2.3 times as fast at
-one to eight rows, and its rows do not depend on how many others there are (from two
-rows on), which plain float32 `nn.Linear` does not offer on every CPU.
+Owns the replacement of `nn.Linear`: weights are packed once for the CPU's matrix
+kernels where the build can (1.4 to 2.3 times as fast at one to eight rows),
+projections that read the same input are packed as one matrix, and inputs of fewer rows
+than the kernel needs for a row's bits to be independent are padded (rule R2 of
+`numerics`). How many that is, is tried on the running build with each shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
 from torch import nn
 
-__all__ = ["PackedLinear", "can_pack", "pack_linears"]
+__all__ = ["LinearFacts", "StableLinear", "can_pack", "replace_linears"]
+
+# Projections that transformers' decoder layers apply to one and the same input.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_CANDIDATES = (1, 2, 4, 8, 16)
+_PROBED_ROWS = (*range(1, 10), 13, 15, 16, 17, 31, 32, 33, 48, 63, 64)
+_NUM_PROBES = 64
 
 
-class PackedLinear(nn.Module):
-    """`nn.Linear` for inference, weight in the matrix kernel's own layout.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearFacts:
+    """What was found out about a model's linears on this build."""
 
-    Takes over the bias; the original weight can be freed.
+    is_packed: bool
+    is_stable: bool  # whether padding makes every linear's rows independent
+    max_min_rows: int  # the most rows that any of them is padded to
+
+
+class StableLinear(nn.Module):
+    """`nn.Linear` for inference, row by row.
+
+    The rows of several linears with the same input may be joined. Weights and biases
+    are copied; the originals can be freed. Input `[..., rows, in_features]`.
+    `verdicts` keeps the smallest stable number of rows by shape between linears.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(
+        self,
+        linears: Iterable[nn.Linear],
+        *,
+        is_packed: bool,
+        verdicts: dict[tuple[int, ...], int | None],
+    ) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        linears = tuple(linears)
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.is_packed = is_packed
         # Not registered: a packed tensor can be neither moved, cast nor saved.
-        self._packed = [torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())]
-        self.bias = linear.bias
+        self._weight = [
+            torch.ops.mkldnn._reorder_linear_weight(weight) if is_packed else weight
+        ]
+        self._bias = torch.cat([b.detach() for b in biases]) if biases else None
+        # Linears of one shape use one kernel, so one trial serves them all.
+        shape = tuple(weight.shape)
+        if shape not in verdicts:
+            verdicts[shape] = _min_stable_rows(self._multiply, weight)
+        found = verdicts[shape]
+        self.is_stable = found is not None
+        self.min_rows = 1 if found is None else found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ weight.T + bias`."""
+        rows = x.shape[-2]
+        if rows >= self.min_rows:
+            return self._multiply(x)
+        # R4: real copies, an expanded view would take another path.
+        padded = torch.cat([x, *[x[..., :1, :]] * (self.min_rows - rows)], dim=-2)
+        return self._multiply(padded)[..., :rows, :]
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_packed:
+            return nn.functional.linear(x, self._weight[0], self._bias)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed[0], self.bias, "none", [], ""
+            x, self._weight[0], self._bias, "none", [], ""
         )
         return y
 
 
+class _Joint:
+    """Several projections of one input, computed by the first that asks.
+
+    The results wait for the others, which must ask with the very same tensor object;
+    one that asks with another recomputes. Nothing is kept once all have been taken.
+    """
+
+    def __init__(self, linear: StableLinear, sizes: Iterable[int]) -> None:
+        self.linear = linear
+        ends = list(accumulate(sizes))
+        self._ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if self._input is not x or index not in self._outputs:
+            self._input = x
+            y = self.linear(x)
+            # Slices, as `split` costs more than the small products around it.
+            self._outputs = {
+                part: y[..., start:end]
+                for part, (start, end) in enumerate(self._ranges)
+            }
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return output
+
+
+class _JointPart(nn.Module):
+    """The place of one projection in its module."""
+
+    def __init__(self, joint: _Joint, index: int) -> None:
+        super().__init__()
+        self.joint = joint
+        self._index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.joint.take(self._index, x)
+
+
+@torch.inference_mode()
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build has the packed kernel for `dtype` and it agrees with plain.
 
@@ -47,25 +140,81 @@ def can_pack(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(64, 48, bias=True, dtype=dtype)
     x = torch.randn(5, 64, generator=generator).to(dtype)
-    with torch.inference_mode():
-        linear.weight.copy_(torch.randn(48, 64, generator=generator) / 8)
-        try:
-            packed = PackedLinear(linear)(x)
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return False
-        return torch.allclose(packed, linear(x), rtol=0.02, atol=0.02)
+    linear.weight.copy_(torch.randn(48, 64, generator=generator) / 8)
+    try:
+        packed = StableLinear([linear], is_packed=True, verdicts={})(x)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return torch.allclose(packed, linear(x), rtol=0.02, atol=0.02)
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace every plain `nn.Linear` below `model` in place; return how many.
+@torch.inference_mode()
+def replace_linears(model: nn.Module) -> LinearFacts:
+    """Replace every plain `nn.Linear` below `model` in place; say what was found.
 
     Subclasses of `nn.Linear` are left alone: they compute something else. A weight
-    tied to the embedding keeps its unpacked copy there.
+    tied to the embedding keeps its unpacked copy there. A second call changes nothing.
     """
-    num_packed = 0
+    is_packed = can_pack(next(model.parameters()).dtype)
+    verdicts: dict[tuple[int, ...], int | None] = {}
+
+    def stable(*linears: nn.Linear) -> StableLinear:
+        return StableLinear(linears, is_packed=is_packed, verdicts=verdicts)
+
     for module in list(model.modules()):
+        for names in _SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            if _can_join(linears):
+                plain = [each for each in linears if isinstance(each, nn.Linear)]
+                joint = _Joint(stable(*plain), [each.out_features for each in plain])
+                for index, name in enumerate(names):
+                    setattr(module, name, _JointPart(joint, index))
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
-                num_packed += 1
-    return num_packed
+                setattr(module, name, stable(child))
+    found = [
+        module.joint.linear if isinstance(module, _JointPart) else module
+        for module in model.modules()
+        if isinstance(module, _JointPart | StableLinear)
+    ]
+    return LinearFacts(
+        is_packed=all(linear.is_packed for linear in found),
+        is_stable=all(linear.is_stable for linear in found),
+        max_min_rows=max((linear.min_rows for linear in found), default=1),
+    )
+
+
+def _can_join(linears: list[nn.Module | None]) -> bool:
+    """Whether these exist, are plain, and agree in input, dtype and having a bias."""
+    plain = [each for each in linears if type(each) is nn.Linear]
+    return len(plain) == len(linears) and (
+        len({(e.in_features, e.weight.dtype, e.bias is None) for e in plain}) == 1
+    )
+
+
+def _min_stable_rows(
+    multiply: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor
+) -> int | None:
+    """Return from how many rows on a row's bits are the same among any others.
+
+    `None` if 16 rows do not suffice. Sums that nearly cancel show the order of
+    additions in their last bits, where ordinary ones are rounded alike in bfloat16;
+    so each probe row is made orthogonal to one of the weight's rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    picked = torch.arange(_NUM_PROBES) * len(weight) // _NUM_PROBES
+    against = weight[picked].double()
+    x = torch.randn(against.shape, generator=generator, dtype=torch.double)
+    norms = (against * against).sum(1).clamp_min(1e-30)
+    x -= against * ((x * against).sum(1) / norms)[:, None]
+    x = x.to(weight.dtype)
+    whole = multiply(x)
+    unstable = 0
+    for rows in _PROBED_ROWS:
+        step = max(rows, _NUM_PROBES // 16) if rows > 1 else 1
+        for start in range(0, _NUM_PROBES - rows + 1, step):
+            part = multiply(x[start : start + rows].contiguous())
+            if not torch.equal(part, whole[start : start + rows]):
+                unstable = rows
+                break
+    return next((c for c in _CANDIDATES if c > unstable), None)

@@ -9,7 +9,9 @@ block placement. The rules, each seen to break bits when dropped (measured on CP
 torch 2.13: AMD Zen 4 and Intel Emerald Rapids):
 
 * R1 attention of position p reads keys `[0, (p // tile + 1) * tile)`, masked beyond p;
-* R2 no linear sees fewer than `min_rows` rows;
+* R2 no linear sees fewer rows than its kernel needs for them to be independent of
+  each other: between two and sixteen, found by trying at start-up
+  (`stemkv.engine.linear.min_stable_rows`);
 * R3 rows of an attention call are a multiple of `row_multiple`, since the kernel cuts
   queries in blocks and takes another path for blocks of one to three rows;
 * R4 padding rows are real copies, never expanded views.
@@ -34,7 +36,6 @@ class Numerics:
     name: str  # "exact" or "tolerant"; part of the cache identity
     tile: int  # tokens: queries are cut, and exact contexts padded, at its multiples
     pads_context: bool  # R1
-    min_rows: int  # R2
     row_multiple: int  # R3
 
     def context_length(self, end: int) -> int:
@@ -46,12 +47,8 @@ class Numerics:
         return -(-num_rows // self.row_multiple) * self.row_multiple
 
 
-EXACT: Final = Numerics(
-    name="exact", tile=64, pads_context=True, min_rows=4, row_multiple=4
-)
-TOLERANT: Final = Numerics(
-    name="tolerant", tile=64, pads_context=False, min_rows=1, row_multiple=1
-)
+EXACT: Final = Numerics(name="exact", tile=64, pads_context=True, row_multiple=4)
+TOLERANT: Final = Numerics(name="tolerant", tile=64, pads_context=False, row_multiple=1)
 
 
 def numerics_named(name: str) -> Numerics:

@@ -70,19 +70,11 @@ class ModelRunner:
             ]
         ).long()
         positions = torch.cat([torch.arange(c.start, c.end) for c in plan.chunks])
-        minimum = self.numerics.min_rows
-        # R2: rows that pad are real tokens whose results nobody reads.
-        if len(ids) < minimum:
-            missing = minimum - len(ids)
-            ids = torch.cat([ids, ids[-1:].repeat(missing)])
-            positions = torch.cat([positions, positions[-1:].repeat(missing)])
-        kept = rows or [0]
-        kept = kept + kept[-1:] * (minimum - len(kept))
         output = self._model(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(kept),
+            logits_to_keep=torch.tensor(rows or [0]),
             stemkv_layout=layout,
         )
         if layout.num_attended != self.kv.num_layers:
