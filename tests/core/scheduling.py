@@ -322,7 +322,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.events: list[Event] = []
         self.outputs: defaultdict[str, str] = defaultdict(str)  # what a client saw
-        self.ends: dict[str, FinishReason] = {}
+        self.ends: dict[str, RequestFinished | RequestAborted] = {}
         self.num_executed: Counter[str] = Counter()  # tokens of committed chunks
 
     # Acts
@@ -406,6 +406,15 @@ class Driver:
             self.step()
         raise AssertionError(f"no end after {max_steps} steps: {self.describe()}")
 
+    def run_until(self, kind: type[Event], max_steps: int = 1_000) -> StepPlan:
+        """Step until such an event happens; return the plan of that step."""
+        for _ in range(max_steps):
+            num_before = len(self.events)
+            plan = self.step()
+            if of_type(self.events[num_before:], kind):
+                return plan
+        raise AssertionError(f"no {kind.__name__} in {max_steps} steps")
+
     def serve(self, request_id: str, prompt: str, **spec: Any) -> Request:
         """Add one request and run to the end."""
         request = self.add(request_id, prompt, **spec)
@@ -413,6 +422,14 @@ class Driver:
         return request
 
     # Facts
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        """Why the request ended; `None` if it has not."""
+        end = self.ends.get(request_id)
+        return None if end is None else end.reason
+
+    def reasons(self) -> dict[str, FinishReason]:
+        return {request_id: end.reason for request_id, end in self.ends.items()}
 
     def events_of(self, request_id: str) -> list[Event]:
         return [e for e in self.events if getattr(e, "request_id", None) == request_id]
@@ -468,32 +485,35 @@ class Driver:
             assert self.outputs[request_id] == output
         for request_id, output in self.outputs.items():
             expected = self.expected(request_id)
-            if self.ends.get(request_id) in _ENDED_WELL:
+            if self.reason(request_id) in _ENDED_WELL:
                 assert output == expected, f"{request_id} differs"
             else:
                 assert expected.startswith(output), f"{request_id} differs"
 
     def check_counts(self) -> None:
         """Every token of whoever finished is counted, and once."""
-        for request_id, request in self.requests.items():
-            if request.state is not RequestState.FINISHED:
+        for request_id, end in self.ends.items():
+            counts = end.counts
+            assert 0 <= counts.copied <= counts.reused
+            if end.num_preemptions == 0:
+                assert counts.recomputed == 0
+            num_prompt = len(self.requests[family_of(request_id)].spec.prompt)
+            if isinstance(end, RequestAborted):
+                counted = counts.reused + counts.computed + counts.inherited
+                assert counted <= num_prompt
                 continue
-            counts, num_prompt = request.counts, request.num_prompt_tokens
-            if request.sample:
+            if sample_of(request_id):
                 assert counts.inherited == num_prompt
                 assert (counts.reused, counts.computed) == (0, 0)
             else:
                 assert counts.inherited == 0
                 assert counts.reused + counts.computed == num_prompt
                 assert counts.reused <= num_prompt - 1
-            assert 0 <= counts.copied <= counts.reused
-            decoded = request.num_output_tokens - 1  # the last token gets no KV
+            decoded = len(self.outputs[request_id]) - 1  # the last token gets no KV
             assert (
                 self.num_executed[request_id]
                 == counts.computed + counts.recomputed + decoded
             )
-            if request.num_preemptions == 0:
-                assert counts.recomputed == 0
 
     def check_baseline(self) -> None:
         """Nobody is left and nothing is lost."""
@@ -570,7 +590,7 @@ class Driver:
                     self.outputs[request_id] += chr(_FIRST + token)
                 case RequestFinished() | RequestAborted():
                     assert event.request_id not in self.ends, "a request ends once"
-                    self.ends[event.request_id] = event.reason
+                    self.ends[event.request_id] = event
         if self.scheduler.pending is None:
             self.runner.forget(self.cache.pool.free_block_ids())
 

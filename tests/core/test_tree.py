@@ -292,6 +292,48 @@ def test_a_root_cannot_be_split() -> None:
         tree.split(tree.root(NAMESPACE), 0)
 
 
+@pytest.mark.parametrize("num_pins", [0, 2])
+def test_a_merge_undoes_a_split(num_pins: int) -> None:
+    tree = PrefixTree(1)
+    lower = plant(tree, "abcd", 1, num_public=4, first_block=5)
+    below = plant(tree, "abcdx", 1, num_public=4, first_block=10)
+    for _ in range(num_pins):
+        tree.pin(lower)
+    upper = tree.split(lower, 2)
+
+    assert tree.merge(upper) is lower
+
+    assert lower.path() == [lower]
+    assert below.path() == [lower, below]
+    assert (spelled(lower), list(lower.block_ids)) == (tokens("abcd"), [5, 6, 7, 8])
+    assert lower.ref_count == num_pins
+    assert (tree.num_nodes, tree.num_blocks) == (2, 5)
+    assert match(tree, "abcdx").node is below
+    with pytest.raises(KeyError):
+        tree.node(upper.id)
+    check_tree(tree, 1)
+
+
+def test_a_cut_that_separates_something_is_not_undone() -> None:
+    tree = PrefixTree(1)
+    branching = plant(tree, "ab", 1)
+    plant(tree, "abc", 1, first_block=10)
+    plant(tree, "abd", 1, first_block=20)
+    public = plant(tree, "xy", 1, num_public=2, first_block=30)
+    plant(tree, "xyz", 1, num_public=2, first_block=40)  # private below public
+    shared = plant(tree, "pq", 1, num_public=2, first_block=50)
+    plant(tree, "pqr", 1, num_public=3, first_block=60)
+    plant(tree, "pqr", 1, num_public=2, domain=BOB, first_block=70)
+    leased = plant(tree, "mn", 1, first_block=80)
+    tree.pin(plant(tree, "mno", 1, first_block=90))
+    tree.pin(leased)  # ends at the cut
+    leaf = plant(tree, "abc", 1)
+
+    for node in (branching, public, shared, leased, leaf, tree.root(NAMESPACE)):
+        assert tree.merge(node) is None
+    check_tree(tree, 1)
+
+
 def test_a_pin_holds_all_ancestors_and_says_which_were_free() -> None:
     tree = PrefixTree(1)
     deep = plant(tree, "abcd", 1)
@@ -553,6 +595,16 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.split(node, cut)
 
     @precondition(lambda self: self.tree.num_nodes)
+    @rule(data=st.data())
+    def merge(self, data: st.DataObject) -> None:
+        node = self.any_node(data)
+        below = [step for step in self.tree.nodes() if step.parent is node]
+        is_seam = len(below) == 1 and below[0].domain == node.domain
+        is_end_of_a_pin = any(pinned is node for pinned, _ in self.pins)
+        lower = self.tree.merge(node)
+        assert lower is (below[0] if is_seam and not is_end_of_a_pin else None)
+
+    @precondition(lambda self: self.tree.num_nodes)
     @rule(data=st.data(), amount=st.integers(1, 4))
     def trim(self, data: st.DataObject, amount: int) -> None:
         node = self.any_node(data)
@@ -610,10 +662,7 @@ class TreeMachine(RuleBasedStateMachine):
         ]
         most = max((same for same, _ in tails), default=0)
         tail = answer.partial.num_tokens if answer.partial else 0
-        chains = {(k[1], k[2]) for k in whole if len(k[3]) == longest}
-        if len(chains) < 2:  # see test_the_longest_visible_prefix_is_found_...
-            assert tail == most
-        assert tail <= most
+        assert tail == most
         if answer.partial is not None:
             sources = {self.blocks[key] for same, key in tails if same >= tail}
             assert answer.partial.block_id in sources
@@ -698,7 +747,7 @@ def test_the_tree_answers_like_a_dict_of_prefixes() -> None:
 def test_the_tree_answers_like_a_dict_of_prefixes_for_long() -> None:
     run_state_machine_as_test(
         TreeMachine,
-        settings=settings(max_examples=1500, stateful_step_count=80, deadline=None),
+        settings=settings(max_examples=400, stateful_step_count=60, deadline=None),
     )
 
 
@@ -761,6 +810,8 @@ def test_children_stay_sorted_in_whatever_order_they_come(order: str) -> None:
         random.Random(1).shuffle(keys)
     nodes = [tree.add(root, ALICE, k, array("i", [i])) for i, k in enumerate(keys)]
     check_tree(tree, 1)
+    runs = root.children[ALICE]._runs
+    assert max(map(len, runs)) <= 512, "adding a child moves too many keys"
     for node in nodes[::2]:
         tree.trim(node, 1)
     check_tree(tree, 1)

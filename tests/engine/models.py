@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,21 +23,26 @@ from transformers import (
 
 from stemkv.core import RequestId, TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, wrap_model
+from stemkv.engine.kv import KvMemory
+from stemkv.engine.numerics import EXACT, Numerics
+from stemkv.engine.runner import ModelRunner
 
 __all__ = [
-    "BYTES_PER_KIB",
     "TINY",
+    "ByteTokenizer",
     "VOCABULARY",
     "build_engine",
+    "build_kv",
     "build_model",
+    "build_runner",
     "kv_bytes",
-    "randomise",
     "random_ids",
+    "randomise",
     "tiny",
+    "tiny_once",
     "tokens",
 ]
 
-BYTES_PER_KIB = 1024
 VOCABULARY = 307  # a prime: nothing lines up with it by accident
 _SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -55,7 +61,7 @@ def _llama(**shape: Any) -> Callable[[], torch.nn.Module]:
 TINY: dict[str, Callable[[], torch.nn.Module]] = {
     "llama-group1": _llama(
         hidden_size=64,
-        intermediate_size=112,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -121,6 +127,12 @@ def tiny(
     return wrap_model(build_model(name, dtype, seed=seed), name=name)
 
 
+@cache
+def tiny_once(name: str, dtype: torch.dtype) -> LoadedModel:
+    """One model for many engines: packing it is done once, and serving changes nothing."""
+    return tiny(name, dtype)
+
+
 def kv_bytes(loaded: LoadedModel, num_blocks: int, block_size: int) -> int:
     """Memory that holds exactly so many blocks."""
     per_token = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
@@ -150,6 +162,42 @@ def build_engine(
     return Engine(loaded, EngineConfig(**settings | config), on_logits=on_logits)
 
 
+def build_kv(loaded: LoadedModel, *, num_blocks: int, block_size: int = 16) -> KvMemory:
+    return KvMemory(
+        num_layers=loaded.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=loaded.num_kv_heads,
+        head_dim=loaded.head_dim,
+        dtype=loaded.dtype,
+    )
+
+
+def build_runner(
+    loaded: LoadedModel,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    numerics: Numerics = EXACT,
+) -> ModelRunner:
+    """A runner as an engine makes it, over KV memory of its own."""
+    kv = build_kv(loaded, num_blocks=num_blocks, block_size=block_size)
+    runner = _runner_of(loaded).over(kv)
+    runner.numerics = numerics
+    return runner
+
+
+_RUNNERS: dict[int, tuple[LoadedModel, ModelRunner]] = {}
+
+
+def _runner_of(loaded: LoadedModel) -> ModelRunner:
+    """What an engine finds out about a model takes a while; do it once."""
+    if id(loaded.model) not in _RUNNERS:
+        runner = build_engine(loaded, num_blocks=1)._runner
+        _RUNNERS[id(loaded.model)] = (loaded, runner)  # kept, so the id stays taken
+    return _RUNNERS[id(loaded.model)][1]
+
+
 def tokens(ids: Iterable[int]) -> TokenIds:
     return TokenIds.from_ids(list(ids))
 
@@ -157,3 +205,33 @@ def tokens(ids: Iterable[int]) -> TokenIds:
 def random_ids(num_tokens: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+class ByteTokenizer:
+    """One token per byte, some for longer texts, and special ones that are not shown.
+
+    What a real tokenizer can do to text, in a few lines: halves of characters, texts
+    of several characters, tokens without any text.
+    """
+
+    FIRST_WORD = 256
+    FIRST_SPECIAL = 300
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        parts = [
+            self._bytes(token)
+            for token in ids
+            if not (skip_special_tokens and token >= self.FIRST_SPECIAL)
+        ]
+        return b"".join(parts).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        if token < self.FIRST_WORD:
+            return bytes([token])
+        if token < self.FIRST_SPECIAL:
+            return f" w{token - self.FIRST_WORD}é".encode()
+        return f"<|{token}|>".encode()

@@ -117,6 +117,17 @@ class PrefixCache:
             default=0,
         )
 
+    def domain_of_next(self, lease: Lease, index: int) -> Domain | None:
+        """Return the domain in which the lease will publish its block `index`.
+
+        `None` if it never will: it shares with nobody, or its namespace was retired.
+        """
+        if lease.node is None or lease.node.root().is_retired:
+            return None
+        # A public block below a private one could be reached by nobody else.
+        is_public = index < lease.num_public_blocks and lease.node.domain == PUBLIC
+        return PUBLIC if is_public else lease.domain
+
     # Verbs
 
     def subscribe(self, emit: Callable[[CacheEvent], None]) -> None:
@@ -211,6 +222,7 @@ class PrefixCache:
 
     def grow(self, lease: Lease, num_slots: int, now: float) -> bool:
         """Lengthen the table to `num_slots` tokens; `False` means not now."""
+        _check_live(lease)
         num_fresh = self.num_blocks_for(num_slots) - len(lease.table)
         if num_fresh <= 0:
             return True
@@ -227,6 +239,7 @@ class PrefixCache:
         Returns `(True, None)` when it is already, `(True, copy)` when the driver must
         run a copy first, `(False, None)` when there is no block for it now.
         """
+        _check_live(lease)
         index, offset = divmod(position, self.config.block_size)
         if index < lease.num_published_blocks:
             raise InvariantError(f"write at {position} into a published block")
@@ -252,18 +265,16 @@ class PrefixCache:
         added. A lease that shares with nobody, or whose namespace was retired,
         publishes nothing.
         """
-        if lease.is_released:
-            raise InvariantError("publish on a released lease")
-        if lease.node is None or lease.node.root().is_retired:
-            return 0
+        _check_live(lease)
         end = num_computed // self.config.block_size
         num_added = 0
-        while lease.num_published_blocks < end:
-            start = lease.num_published_blocks
-            # A public block below a private one could be reached by nobody else.
-            is_public = start < lease.num_public_blocks and lease.node.domain == PUBLIC
-            domain = PUBLIC if is_public else lease.domain
-            stop = min(end, lease.num_public_blocks) if is_public else end
+        while (start := lease.num_published_blocks) < end:
+            domain = self.domain_of_next(lease, start)
+            if domain is None:
+                break
+            stop = end
+            if domain == PUBLIC and start < lease.num_public_blocks:
+                stop = min(end, lease.num_public_blocks)
             num_added += self._publish_run(lease, domain, tokens, stop, now)
         return num_added
 
@@ -273,8 +284,9 @@ class PrefixCache:
         Published blocks are pinned once more; private ones are shared, and whoever
         writes first copies (`prepare_write`).
         """
-        if lease.is_released or lease.copy_source is not None:
-            raise InvariantError("fork of a lease that is released or not yet copied")
+        _check_live(lease)
+        if lease.copy_source is not None:
+            raise InvariantError("fork of a lease whose copy has not run yet")
         if lease.node is not None:
             self.tree.pin(lease.node)
         self.pool.retain(lease.table.ids(lease.num_published_blocks))
@@ -414,6 +426,7 @@ class PrefixCache:
         lease.node = child
         lease.num_published_blocks = start + num_same
         self.pool.release(own)
+        self._note_active()
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         upper = self.tree.split(node, num_blocks)
@@ -430,8 +443,9 @@ class PrefixCache:
 
     def _unpin(self, node: Node, now: float) -> None:
         unpinned = self.tree.unpin(node)
+        path = node.path()
         is_retired = node.root().is_retired
-        for step in node.path():
+        for step in path:
             self._policy.touched(step.id, now=now)
         for step in unpinned:  # deepest first, so a parent may become a leaf meanwhile
             if not step.is_leaf:
@@ -440,6 +454,13 @@ class PrefixCache:
                 self._drop(step, step.num_blocks, now)
             else:
                 self._policy.became_evictable(step.id, now=now)
+        # A match that was cut short split an edge. Unless something was published
+        # there, the cut is undone, so that paths do not fragment: many short leases
+        # must not make everybody else's matches slow for good.
+        for step in path:
+            lower = self.tree.merge(step)
+            if lower is not None:
+                self._policy.merged(step.id, lower.id)
 
     def _allocate(self, num_blocks: int, now: float) -> array[int]:
         """Take blocks that the caller knows to be available, evicting as needed."""
@@ -469,6 +490,12 @@ class PrefixCache:
 
     def _note_active(self) -> None:
         self._peak_active = max(self._peak_active, self.num_active_blocks)
+
+
+def _check_live(lease: Lease) -> None:
+    """Refuse a released lease: its blocks may be somebody else's by now."""
+    if lease.is_released:
+        raise InvariantError("use of a released lease")
 
 
 def _ignore(event: CacheEvent) -> None:

@@ -46,8 +46,11 @@ class SchedulerConfig:
                 f"({self.token_budget}), so that every running request gets its next "
                 f"token in every step; got {self.max_num_running}"
             )
-        if not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
+        is_number = isinstance(self.watermark, int | float)
+        if not is_number or not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(
+                f"watermark must be a number in [0, 1), got {self.watermark!r}"
+            )
 
 
 def _at_least(field: str, value: int, minimum: int) -> None:

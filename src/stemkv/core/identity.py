@@ -214,5 +214,15 @@ def _check(name: str, value: object, declared: str) -> None:
     actual = "None" if value is None else type(value).__name__
     if actual not in accepted:
         raise ConfigError(f"identity field {name} must be {declared}, got {actual}")
+    if isinstance(value, str) and not _has_utf8(value):
+        raise ConfigError(f"identity field {name} has no UTF-8 encoding: {value!r}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"identity field {name} does not fit 64 bits: {value}")
+
+
+def _has_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

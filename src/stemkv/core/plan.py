@@ -8,7 +8,7 @@ cost model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stemkv.core.request import FinishReason, RequestId
 from stemkv.core.table import BlockCopy
@@ -23,7 +23,9 @@ class Chunk:
     request_id: RequestId
     start: int  # first position to compute; everything before it has KV
     end: int  # one past the last; a decode step is a chunk of length 1
-    tokens: bytes  # ids of positions start … end - 1, int32 little-endian
+    # Ids of positions start … end - 1, int32 little-endian; not shown, so that prompts
+    # don't reach logs with a plan.
+    tokens: bytes = field(repr=False)
     block_ids: memoryview  # read-only int32 snapshot, long enough for `end`
     num_samples: int  # output tokens to sample after position end - 1, usually 0 or 1
 

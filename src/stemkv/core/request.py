@@ -13,11 +13,12 @@ waiting ──admit──▶ running ──▶ finished
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
-from stemkv.core.identity import Domain
+from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES, TokenIds
 from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
@@ -81,10 +82,23 @@ class RequestSpec:
             )
         for field in ("max_new_tokens", "num_samples"):
             value = getattr(self, field)
-            if value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidLimit(
-                    f"{field} must be at least 1, got {value}", field=field
+                    f"{field} must be an integer of at least 1, got {value!r}",
+                    field=field,
                 )
+        if self.domain == PUBLIC:
+            raise RequestError(
+                "domain must be the caller's own; what is public is declared by the "
+                "operator (`declare_public`), never by a request",
+                field="domain",
+            )
+        if not math.isfinite(self.arrival_s):
+            raise RequestError(
+                f"arrival_s must be finite to have a place in an order, "
+                f"got {self.arrival_s}",
+                field="arrival_s",
+            )
 
 
 def child_id(request_id: RequestId, sample: int) -> RequestId:

@@ -34,6 +34,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
+from stemkv.core.identity import PUBLIC
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import (
@@ -116,13 +117,6 @@ class Scheduler:
         output exceed the cache or the context, `InvalidLimit` if its samples exceed
         the places, `DuplicateRequest` if its id is in flight.
         """
-        for sample in range(spec.num_samples):
-            taken = child_id(spec.request_id, sample)
-            if taken in self._requests:
-                raise DuplicateRequest(
-                    f"request id {taken!r} is in flight; choose another",
-                    field="request_id",
-                )
         if spec.num_samples > self.config.max_num_running:
             raise InvalidLimit(
                 f"num_samples is {spec.num_samples} but at most "
@@ -130,6 +124,13 @@ class Scheduler:
                 f"raise max_num_running",
                 field="num_samples",
             )
+        for sample in range(spec.num_samples):
+            taken = child_id(spec.request_id, sample)
+            if taken in self._requests:
+                raise DuplicateRequest(
+                    f"request id {taken!r} is in flight; choose another",
+                    field="request_id",
+                )
         request = Request(spec, self._num_added)
         self._check_size(request)
         self._num_added += 1
@@ -367,16 +368,12 @@ class Scheduler:
         self, leader: Request, follower: Request, index: int, tokens: bytes
     ) -> bool:
         """Whether a running prefill will publish block `index` where we can see it."""
-        lease = _lease_of(leader)
-        is_visible = (
-            index < lease.num_public_blocks
-            or leader.spec.domain == follower.spec.domain
-        )
         return (
-            is_visible
-            and leader.spec.namespace == follower.spec.namespace
+            leader.spec.namespace == follower.spec.namespace
             and leader.num_tokens * TOKEN_BYTES >= len(tokens)
             and leader.num_computed * TOKEN_BYTES < len(tokens)
+            and self.cache.domain_of_next(_lease_of(leader), index)
+            in (PUBLIC, follower.spec.domain)
             and leader.tokens.startswith(tokens)
         )
 
@@ -394,14 +391,16 @@ class Scheduler:
         self.cache.copied(lease, now)
         _count_computed(request, chunk.start, chunk.end)
         request.num_computed = chunk.end
-        self.cache.publish(lease, request.tokens, request.num_computed, now)
+        samples = result.samples.get(chunk.request_id, ())
+        if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
+            # KV from which no sound logits followed must not be handed on.
+            self.cache.publish(lease, request.tokens, request.num_computed, now)
         if request.is_cancelled:
             self._stop_running(request, now)
             self._abort(request, FinishReason.CANCELLED, now)
             return
         if chunk.num_samples == 0:
             return
-        samples = result.samples.get(chunk.request_id, ())
         if len(samples) != chunk.num_samples:
             raise InvariantError(
                 f"step {self._num_plans - 1} needs {chunk.num_samples} samples of "

@@ -65,14 +65,14 @@ class TokenIds:
     def from_buffer(cls, data: bytes | bytearray | memoryview | array[int]) -> TokenIds:
         """Take token ids from an integer buffer (`array`, numpy, `memoryview`).
 
-        A buffer of plain bytes is read as little-endian int32. Integer buffers of
-        another width are converted; other element types raise `TokenOutOfRange`.
+        `bytes`, `bytearray` and views of them are read as the encoding itself. Integer
+        buffers of another width are converted; other element types raise `TokenOutOfRange`.
         """
         if isinstance(data, bytes):
             return cls(data)
         view = memoryview(data)
-        if isinstance(data, bytearray):
-            return cls(bytes(data))
+        if isinstance(view.obj, bytes | bytearray):
+            return cls(view.tobytes())
         if view.format in ("i", "l") and view.itemsize == TOKEN_BYTES:
             return cls(_to_native(view.tobytes()))
         if view.format not in _INTEGER_FORMATS:

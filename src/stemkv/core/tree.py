@@ -179,22 +179,32 @@ class PrefixTree:
         limit_bytes = limit * TOKEN_BYTES
         end = limit_bytes - limit_bytes % self._block_bytes
         publics: list[tuple[Node, int]] = []
-        node, num_node_blocks, offset = self._descend(
-            root, PUBLIC, tokens, 0, end, publics
-        )
+        ends = [self._descend(root, PUBLIC, tokens, 0, end, publics)]
         if domain.kind is not DomainKind.PUBLIC:
             # A private branch may leave the public path at any of its nodes, and may
             # go further than the public path itself.
-            for start, start_offset in reversed(publics):
-                if domain not in start.children:
-                    continue
-                found = self._descend(start, domain, tokens, start_offset, end, None)
-                if found[2] > offset:
-                    node, num_node_blocks, offset = found
-        partial = self._partial(
-            node, num_node_blocks, domain, tokens, offset, limit_bytes
-        )
-        return Match(node, num_node_blocks, offset // self._block_bytes, partial)
+            ends += [
+                self._descend(start, domain, tokens, start_offset, end, None)
+                for start, start_offset in reversed(publics)
+                if domain in start.children
+            ]
+        longest = max(offset for _, _, offset in ends)
+        best: Match | None = None
+        best_tokens = -1
+        for node, num_node_blocks, offset in ends:
+            if offset < longest:
+                continue
+            partial = self._partial(
+                node, num_node_blocks, domain, tokens, offset, limit_bytes
+            )
+            num_tokens = partial.num_tokens if partial is not None else 0
+            if num_tokens > best_tokens:  # of equals the first, so the public one
+                best_tokens = num_tokens
+                best = Match(
+                    node, num_node_blocks, offset // self._block_bytes, partial
+                )
+        assert best is not None, "the root itself is an end"
+        return best
 
     def child(self, node: Node, domain: Domain, block: bytes) -> Node | None:
         """Return the child of exactly this domain that starts with `block`."""
@@ -247,6 +257,28 @@ class PrefixTree:
         node.block_ids = node.block_ids[num_blocks:]
         self._add_child(upper, node)
         return upper
+
+    def merge(self, node: Node) -> Node | None:
+        """Undo a split that no longer separates anything; return the lower node.
+
+        That is: the node has one child, of its own domain, and every lease on its path
+        goes on into that child. The child keeps its object and takes the node's blocks
+        in front; the node leaves the tree. `None` when there is nothing to undo.
+        """
+        if node.parent is None or len(node.children) != 1:
+            return None
+        children = node.children.get(node.domain)
+        if children is None or len(children) != 1:
+            return None
+        (child,) = children
+        if child.ref_count != node.ref_count:
+            return None
+        child.edge = node.edge + child.edge
+        child.block_ids = node.block_ids + child.block_ids
+        child.parent = node.parent
+        node.parent.children[node.domain].replace(node.edge[: self._block_bytes], child)
+        del self._nodes[node.id]
+        return child
 
     def add(
         self, parent: Node, domain: Domain, edge: bytes, block_ids: array[int]

@@ -28,6 +28,12 @@ class EvictionPolicy(Protocol):
     def split(self, upper_id: int, lower_id: int) -> None:
         """`lower_id` was cut; its leading blocks are now node `upper_id`."""
 
+    def merged(self, upper_id: int, lower_id: int) -> None:
+        """`lower_id` took over the blocks of `upper_id`, which is gone: a split undone.
+
+        A use of either was a use of the whole.
+        """
+
     def became_evictable(self, node_id: int, *, now: float) -> None:
         """The node is now an unpinned leaf. Says nothing about its last use."""
 

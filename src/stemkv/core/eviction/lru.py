@@ -6,7 +6,7 @@ is right because last uses only grow. At most one heap entry per node.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 __all__ = ["Lru"]
 
@@ -34,6 +34,11 @@ class Lru:
         """Give both parts the last use of the whole."""
         self._last_used[upper_id] = self._last_used[lower_id]
 
+    def merged(self, upper_id: int, lower_id: int) -> None:
+        """Give the whole the later last use of its parts."""
+        last_used = self._last_used.pop(upper_id)
+        self._last_used[lower_id] = max(self._last_used[lower_id], last_used)
+
     def became_evictable(self, node_id: int, *, now: float) -> None:
         """Make the node a candidate, at the time of its last use."""
         self._evictable.add(node_id)
@@ -46,9 +51,14 @@ class Lru:
         self._evictable.discard(node_id)
 
     def removed(self, node_id: int) -> None:
-        """Forget the node."""
+        """Forget the node; its heap entry goes when met or when too many are dead."""
         self._evictable.discard(node_id)
         del self._last_used[node_id]
+        if len(self._heap) > 2 * len(self._evictable) + 64:
+            # Paid for by the removals since the last time.
+            self._heap = [(self._last_used[each], -each) for each in self._evictable]
+            heapify(self._heap)
+            self._in_heap = set(self._evictable)
 
     def victim(self) -> int | None:
         """Return the least recently used unpinned leaf; amortised O(log n)."""

@@ -1,0 +1,134 @@
+"""Settings are checked where they are made, and the message names the field."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from stemkv.core import CacheConfig, SchedulerConfig
+from stemkv.errors import ConfigError
+
+
+def test_the_defaults_are_valid_and_say_what_we_document() -> None:
+    cache, scheduler = CacheConfig(num_blocks=1), SchedulerConfig()
+
+    assert cache.block_size == 16
+    assert (scheduler.token_budget, scheduler.max_num_running) == (512, 64)
+    assert scheduler.max_request_tokens is None
+    assert scheduler.max_steps_awaiting == 256
+    assert scheduler.watermark == 0.01
+
+
+@pytest.mark.parametrize(
+    "field, smallest",
+    [("num_blocks", 1), ("block_size", 1)],
+)
+def test_a_cache_limit_below_its_smallest_value_is_refused(
+    field: str, smallest: int
+) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 4}
+
+    assert getattr(CacheConfig(**{**settings, field: smallest}), field) == smallest
+    for value in (smallest - 1, -5):
+        with pytest.raises(
+            ConfigError, match=f"{field} must be at least {smallest}, got {value}"
+        ):
+            CacheConfig(**{**settings, field: value})
+
+
+@pytest.mark.parametrize(
+    "field, smallest",
+    [
+        ("token_budget", 1),
+        ("max_num_running", 1),
+        ("max_request_tokens", 2),  # one token of prompt, one of output
+        ("max_steps_awaiting", 0),
+    ],
+)
+def test_a_scheduler_limit_below_its_smallest_value_is_refused(
+    field: str, smallest: int
+) -> None:
+    settings: dict[str, Any] = {"token_budget": 1, "max_num_running": 1}
+
+    assert getattr(SchedulerConfig(**{**settings, field: smallest}), field) == smallest
+    for value in (smallest - 1, -5):
+        with pytest.raises(
+            ConfigError, match=f"{field} must be at least {smallest}, got {value}"
+        ):
+            SchedulerConfig(**{**settings, field: value})
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, None, float("nan")])
+@pytest.mark.parametrize("field", ["num_blocks", "block_size"])
+def test_a_cache_limit_that_is_no_integer_is_refused(field: str, value: object) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 4, field: value}
+
+    with pytest.raises(ConfigError, match=f"{field} must be an integer, got "):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, float("nan")])
+@pytest.mark.parametrize(
+    "field",
+    ["token_budget", "max_num_running", "max_request_tokens", "max_steps_awaiting"],
+)
+def test_a_scheduler_limit_that_is_no_integer_is_refused(
+    field: str, value: object
+) -> None:
+    settings: dict[str, Any] = {field: value}
+
+    with pytest.raises(ConfigError, match=f"{field} must be an integer, got "):
+        SchedulerConfig(**settings)
+
+
+def test_everybody_who_may_run_must_get_a_token_in_every_step() -> None:
+    SchedulerConfig(token_budget=8, max_num_running=8)
+
+    with pytest.raises(
+        ConfigError, match=r"max_num_running must not exceed token_budget \(8\).*got 9"
+    ):
+        SchedulerConfig(token_budget=8, max_num_running=9)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.0, 1.5, float("nan"), float("inf")])
+def test_a_watermark_outside_its_range_is_refused(value: float) -> None:
+    with pytest.raises(
+        ConfigError, match=r"watermark must be a number in \[0, 1\), got"
+    ):
+        SchedulerConfig(watermark=value)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.5, 0.999])
+def test_a_watermark_is_a_share_below_one(value: float) -> None:
+    assert SchedulerConfig(watermark=value).watermark == value
+
+
+@pytest.mark.parametrize("value", ["0.1", None])
+def test_a_watermark_that_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="watermark must be a number"):
+        SchedulerConfig(watermark=value)
+
+
+@pytest.mark.parametrize(
+    "config, field",
+    [(CacheConfig(num_blocks=1), "num_blocks"), (SchedulerConfig(), "token_budget")],
+)
+def test_settings_do_not_change_after_they_were_checked(
+    config: object, field: str
+) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(config, field, 0)
+
+
+def test_settings_are_given_by_name() -> None:
+    with pytest.raises(TypeError):
+        CacheConfig(8, 4)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SchedulerConfig(8)  # type: ignore[misc]
+
+
+def test_a_bad_setting_is_also_a_value_error() -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        CacheConfig(num_blocks=0)

@@ -1,0 +1,320 @@
+"""Random walks over everything a caller can do, against the transparency oracle.
+
+After every act the whole state is checked, block by block and slot by slot; at the end
+everybody has what he would have got alone, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from stemkv.core import FinishReason
+from stemkv.core.events import (
+    BlocksEvicted,
+    PrefixAwaited,
+    RequestAdmitted,
+    RequestForked,
+    RequestPreempted,
+)
+from stemkv.core.request import RequestState
+from stemkv.errors import DuplicateRequest, InvalidLimit, PromptTooLong
+from tests.core.scheduling import NAMESPACE, Driver, build_spec, of_type
+
+TENANTS = "xyz"
+PUBLIC_TEXT = "abcaabbacb"
+# Prompts start like one of these, so that tenants, samples and outputs keep meeting.
+STEMS = (PUBLIC_TEXT, "bbacabcabb", "abcabbbbbb")
+MAX_STEM = 10
+# One token in four ends a request, if any does.
+STOPS: tuple[dict[str, FinishReason], ...] = (
+    {},
+    {},
+    {"d": FinishReason.STOP_TOKEN},
+    {"d": FinishReason.FAILED},
+)
+
+
+def add(driver: Driver, prompt: str, **spec: int | str | bytes | None) -> None:
+    """Add a request; it is refused exactly if it could never run."""
+    num_samples, max_new_tokens = spec["num_samples"], spec["max_new_tokens"]
+    assert isinstance(num_samples, int)
+    assert isinstance(max_new_tokens, int)
+    num_slots = len(prompt) + max_new_tokens - 1
+    num_needed = driver.cache.num_blocks_for(num_slots)
+    before = driver.scheduler.requests()
+    request_id = f"r{len(driver.requests)}-{len(driver.plans)}"
+    if num_samples > driver.config.max_num_running:
+        with pytest.raises(InvalidLimit):
+            driver.add(request_id, prompt, **spec)  # type: ignore[arg-type]
+    elif num_needed > driver.cache.pool.num_total:
+        with pytest.raises(PromptTooLong):
+            driver.add(request_id, prompt, **spec)  # type: ignore[arg-type]
+    else:
+        request = driver.add(request_id, prompt, **spec)  # type: ignore[arg-type]
+        before = (*before, request)
+    assert driver.scheduler.requests() == before
+
+
+def cancel(driver: Driver, request_id: str) -> None:
+    """Cancel a request; yes is answered exactly once, and never after the end."""
+    request = driver.requests[request_id]
+    can_end = request_id not in driver.ends and not request.is_cancelled
+    can_end = can_end and request.state is not RequestState.ABORTED
+
+    assert driver.cancel(request_id) is can_end
+
+    assert not driver.cancel(request_id)
+
+
+def abandon(driver: Driver, num_chunks: int) -> None:
+    """Fail a step after some of its chunks have been computed."""
+    plan = driver.scheduler.pending
+    assert plan is not None
+    planned = {chunk.request_id for chunk in plan.chunks}
+    survivors = {r.request_id for r in driver.scheduler.requests()} - planned
+    driver.runner.execute(plan, num_chunks=num_chunks)
+
+    driver.abandon(plan)
+
+    assert {r.request_id for r in driver.scheduler.requests()} == survivors
+    assert planned <= set(driver.ends)
+
+
+def retire(driver: Driver) -> None:
+    """Fence the namespace; nothing of it can be found by anybody."""
+    driver.retire()
+
+    for stem in STEMS:
+        for tenant in TENANTS:
+            assert driver.num_findable(stem, tenant=tenant) == 0
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> str:
+    stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, MAX_STEM))]
+    rest = draw(st.text("abc", min_size=0 if stem else 1, max_size=3))
+    return stem + rest
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Callers who add and cancel, an operator who fences, and steps that may fail."""
+
+    driver: Driver
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_slots=st.integers(14, 48),
+        token_budget=st.integers(1, 16),
+        max_num_running=st.integers(1, 5),
+        max_steps_awaiting=st.sampled_from([0, 1, 256]),
+        watermark=st.sampled_from([0.0, 0.3]),
+        num_public=st.integers(0, MAX_STEM),
+        stops=st.sampled_from(STOPS),
+    )
+    def build(
+        self,
+        block_size: int,
+        num_slots: int,
+        token_budget: int,
+        max_num_running: int,
+        max_steps_awaiting: int,
+        watermark: float,
+        num_public: int,
+        stops: dict[str, FinishReason],
+    ) -> None:
+        self.driver = Driver(
+            num_blocks=num_slots // block_size,
+            block_size=block_size,
+            token_budget=token_budget,
+            max_num_running=max_num_running,
+            max_steps_awaiting=max_steps_awaiting,
+            watermark=watermark,
+            stops=stops,
+        )
+        self.driver.declare_public(PUBLIC_TEXT[:num_public])
+
+    @property
+    def is_pending(self) -> bool:
+        return self.driver.scheduler.pending is not None
+
+    @rule(
+        prompt=prompts(),
+        max_new_tokens=st.integers(1, 12),
+        tenant=st.sampled_from(TENANTS),
+        num_samples=st.sampled_from([1, 1, 1, 2, 3]),
+        namespace=st.sampled_from([NAMESPACE, NAMESPACE, NAMESPACE, None]),
+    )
+    def add(self, prompt: str, **spec: int | str | bytes | None) -> None:
+        add(self.driver, prompt, **spec)
+
+    @rule(
+        prompt=prompts(),
+        max_new_tokens=st.integers(1, 12),
+        tenants=st.lists(st.sampled_from(TENANTS), min_size=2, max_size=4),
+    )
+    def add_equal_prompts(
+        self, prompt: str, max_new_tokens: int, tenants: list[str]
+    ) -> None:
+        for tenant in tenants:
+            add(
+                self.driver,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                tenant=tenant,
+                num_samples=1,
+                namespace=NAMESPACE,
+            )
+
+    @precondition(lambda self: self.driver.scheduler.has_work)
+    @rule(data=st.data())
+    def add_an_id_in_flight(self, data: st.DataObject) -> None:
+        requests = self.driver.scheduler.requests()
+        request = data.draw(st.sampled_from(requests))
+        if request.sample == 0:
+            with pytest.raises(DuplicateRequest):
+                self.driver.scheduler.add(build_spec(request.request_id))
+        assert self.driver.scheduler.requests() == requests
+
+    @precondition(lambda self: not self.is_pending)
+    @rule(num_steps=st.integers(1, 5))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.driver.step()
+
+    @precondition(lambda self: not self.is_pending)
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @precondition(lambda self: self.is_pending)
+    @rule()
+    def commit(self) -> None:
+        plan = self.driver.scheduler.pending
+        assert plan is not None
+        self.driver.execute_and_commit(plan)
+
+    @precondition(lambda self: self.is_pending)
+    @rule(num_chunks=st.integers(0, 4))
+    def abandon(self, num_chunks: int) -> None:
+        abandon(self.driver, num_chunks)
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        cancel(self.driver, data.draw(st.sampled_from(sorted(self.driver.requests))))
+
+    @rule()
+    def retire(self) -> None:
+        retire(self.driver)
+
+    @rule(num_public=st.integers(0, MAX_STEM))
+    def declare_public(self, num_public: int) -> None:
+        self.driver.declare_public(PUBLIC_TEXT[:num_public])
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.driver.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            if self.is_pending:
+                self.commit()
+            self.driver.finish()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
+
+
+@pytest.mark.slow
+def test_many_more_random_walks() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(max_examples=800, stateful_step_count=60, deadline=None),
+    )
+
+
+def live_long(seed: int, num_acts: int) -> Driver:
+    """One scheduler that never comes to rest."""
+    rng = random.Random(seed)
+    block_size = rng.randint(1, 4)
+    token_budget = rng.choice([1, 4, 9, 24])
+    driver = Driver(
+        num_blocks=rng.randint(24, 48) // block_size,
+        block_size=block_size,
+        token_budget=token_budget,
+        max_num_running=rng.randint(1, 8),
+        max_steps_awaiting=rng.choice([0, 2, 256]),
+        watermark=rng.choice([0.0, 0.2]),
+        stops=rng.choice(STOPS),
+    )
+    driver.declare_public(PUBLIC_TEXT)
+    for _ in range(num_acts):
+        if rng.random() < 0.25 and len(driver.scheduler.requests()) < 20:
+            prompt = rng.choice(STEMS)[: rng.randint(1, MAX_STEM)]
+            spec: dict[str, int | str | bytes | None] = {
+                "max_new_tokens": rng.randint(1, 14),
+                "num_samples": rng.choice([1, 1, 1, 3]),
+                "namespace": rng.choice([NAMESPACE] * 5 + [None]),
+            }
+            for _ in range(rng.choice([1, 1, 3])):
+                rest = "".join(rng.choices("abc", k=rng.choice([0, 0, 1, 3])))
+                tenant = rng.choice(TENANTS)
+                add(driver, prompt + rest, tenant=tenant, **spec)
+        plan = driver.schedule()
+        driver.check()
+        if rng.random() < 0.05 and driver.scheduler.requests():
+            cancel(driver, rng.choice(driver.scheduler.requests()).request_id)
+        if rng.random() < 0.005:
+            retire(driver)
+            driver.declare_public(PUBLIC_TEXT)
+        if rng.random() < 0.02:
+            abandon(driver, rng.randint(0, len(plan.chunks)))
+        else:
+            driver.execute_and_commit(plan)
+        driver.check()
+    driver.finish()
+    return driver
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_scheduler_keeps_its_promises_for_a_while(seed: int) -> None:
+    live_long(seed, num_acts=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_a_scheduler_keeps_its_promises_for_a_long_time(seed: int) -> None:
+    live_long(seed, num_acts=5_000)
+
+
+def test_the_walks_meet_everything_they_are_meant_to_meet() -> None:
+    drivers = [live_long(seed, num_acts=150) for seed in range(50, 56)]
+
+    events = [event for driver in drivers for event in driver.events]
+    for kind in (RequestPreempted, RequestForked, PrefixAwaited, BlocksEvicted):
+        assert of_type(events, kind), f"no {kind.__name__}"
+    starts = of_type(events, RequestAdmitted)
+    assert any(event.is_resumed and event.num_cached_tokens for event in starts)
+    assert any(event.num_copied_tokens for event in starts)
+    reasons = {end.reason for driver in drivers for end in driver.ends.values()}
+    assert reasons == {
+        FinishReason.LENGTH,
+        FinishReason.STOP_TOKEN,
+        FinishReason.CANCELLED,
+        FinishReason.FAILED,
+    }

@@ -1,0 +1,233 @@
+"""The identity under which an engine caches: equal facts, equal name, in any process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from stemkv.core import UNKNOWN, ComputeIdentity
+from stemkv.engine import Engine, wrap_model
+from stemkv.engine.linear import replace_linears
+from tests.engine.models import build_engine, build_model, randomise, tiny, tiny_once
+
+BASE = ("llama-group1", torch.float32)
+
+
+def identity(**settings: Any) -> ComputeIdentity:
+    return build_engine(tiny_once(*BASE), **settings).identity
+
+
+def differing(one: ComputeIdentity, other: ComputeIdentity) -> set[str]:
+    names = {f.name for f in fields(ComputeIdentity)}
+    return {name for name in names if getattr(one, name) != getattr(other, name)}
+
+
+def test_every_fact_is_known() -> None:
+    assert identity().unknown_fields() == ()
+    for field in fields(ComputeIdentity):
+        assert getattr(identity(), field.name) is not UNKNOWN
+    assert len(build_engine(tiny_once(*BASE)).namespace) == 32
+
+
+def test_facts_are_what_they_should_be() -> None:
+    facts = identity(block_size=24)
+    assert facts.model_architecture == "LlamaForCausalLM"
+    assert facts.weights_digest == tiny(*BASE).weights_digest
+    assert facts.kv_dtype == "float32"
+    assert facts.block_size == 24
+    assert (facts.numerics_class, facts.numerics_tile) == ("exact", 64)
+    assert torch.__version__ in facts.engine_build
+
+
+def test_equal_engines_have_equal_identities() -> None:
+    one = build_engine(tiny(*BASE), num_blocks=10, token_budget=30)
+    other = build_engine(tiny(*BASE), num_blocks=99, max_num_running=2)
+    assert one.identity == other.identity
+    assert one.namespace == other.namespace
+
+
+@pytest.mark.parametrize(
+    "settings, changed",
+    [
+        ({"block_size": 24}, {"block_size"}),
+        ({"numerics": "tolerant"}, {"numerics_class"}),
+    ],
+    ids=str,
+)
+def test_settings_that_change_kv_change_the_identity(
+    settings: dict[str, Any], changed: set[str]
+) -> None:
+    assert differing(identity(), identity(**settings)) >= changed
+    engine = build_engine(tiny_once(*BASE), **settings)
+    assert engine.namespace != build_engine(tiny_once(*BASE)).namespace
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"token_budget": 40},
+        {"max_num_running": 3},
+        {"num_blocks": 100},
+        {"num_threads": 2},
+        {"runs_self_test": True},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_change_kv_do_not_change_the_identity(
+    settings: dict[str, Any],
+) -> None:
+    assert identity(**settings) == identity()
+
+
+def test_dtype_and_weights_change_the_identity() -> None:
+    base = identity()
+    half = build_engine(tiny_once(BASE[0], torch.bfloat16)).identity
+    assert {"kv_dtype", "weights_digest"} <= differing(base, half)
+    other = build_engine(tiny(*BASE, seed=1)).identity
+    assert differing(base, other) == {"weights_digest"}
+
+
+def test_an_engine_that_reuses_nothing_has_no_namespace() -> None:
+    engine = build_engine(tiny_once(*BASE), reuses_prefixes=False)
+    assert engine.namespace is None
+    assert engine.identity == identity()
+
+
+# The same weights under another config compute other KV
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=307,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def llama_of(**config: Any) -> Engine:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | config))
+    return build_engine(wrap_model(randomise(model), name="llama"))
+
+
+def granite_of(**config: Any) -> Engine:
+    model = GraniteForCausalLM(GraniteConfig(**SHAPE | config))
+    return build_engine(wrap_model(randomise(model), name="granite"))
+
+
+@pytest.mark.parametrize(
+    "engine_of, config",
+    [
+        (llama_of, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            llama_of,
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                }
+            },
+        ),
+        (llama_of, {"rms_norm_eps": 0.1}),
+        (llama_of, {"hidden_act": "relu"}),
+        (granite_of, {"attention_multiplier": 0.5}),
+        (granite_of, {"residual_multiplier": 0.5}),
+        (granite_of, {"embedding_multiplier": 2.0}),
+    ],
+    ids=str,
+)
+def test_config_values_that_change_kv_change_the_identity(
+    engine_of: Callable[..., Engine], config: dict[str, Any]
+) -> None:
+    usual, changed = engine_of(), engine_of(**config)
+    assert usual.loaded.weights_digest == changed.loaded.weights_digest
+    assert usual.namespace != changed.namespace, "would share KV that differs"
+
+
+def test_config_values_that_do_not_change_kv_do_not_change_the_identity() -> None:
+    assert llama_of().namespace == llama_of(use_cache=False).namespace
+
+
+# The digest of the weights
+
+
+def test_the_digest_changes_with_any_weight() -> None:
+    model = build_model(*BASE)
+    before = wrap_model(model, name="x").weights_digest
+    for name, parameter in model.named_parameters():
+        changed = deepcopy(model)
+        with torch.no_grad():
+            flat = changed.get_parameter(name).view(-1)
+            flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))  # by one last bit
+        assert wrap_model(changed, name="x").weights_digest != before, name
+        assert parameter.shape
+    assert wrap_model(model, name="another name").weights_digest == before
+
+
+def test_the_digest_tells_zeros_of_either_sign_apart() -> None:
+    digests = set()
+    for zero in (0.0, -0.0):
+        model = build_model(*BASE)
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = zero
+        digests.add(wrap_model(model, name="x").weights_digest)
+    assert len(digests) == 2
+
+
+def test_a_model_that_served_before_keeps_a_digest_of_all_its_weights() -> None:
+    """Linears that an engine replaced are out of the model's state, not out of use."""
+    digests = []
+    for change in (0.0, 1.0):
+        model = build_model(*BASE)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight += change
+        replace_linears(model)
+        digests.append(wrap_model(model, name="x").weights_digest)
+    assert digests[0] != digests[1]
+
+
+# Other processes
+
+SCRIPT = """
+import torch
+from tests.engine.models import build_engine, tiny
+
+for dtype in (torch.float32, torch.bfloat16):
+    print(build_engine(tiny("llama-group1", dtype)).namespace.hex())
+"""
+
+
+def test_another_process_gives_the_same_names() -> None:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join((str(root / "src"), str(root)))
+    output = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here = [
+        build_engine(tiny("llama-group1", dtype)).namespace.hex()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert output.split() == here
+    assert here[0] != here[1]
