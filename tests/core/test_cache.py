@@ -1117,6 +1117,28 @@ def test_what_a_request_generates_is_private_although_it_spells_a_declaration() 
     assert cached(cache, "abcd!", domain=BOB) == 2
 
 
+def test_a_lease_knows_in_which_domain_its_next_block_will_be() -> None:
+    cache = build_cache(num_blocks=40, block_size=1)
+    serve(cache, "xy", domain=ALICE)
+    for text in ("ab", "xyz"):
+        cache.declare_public(NAMESPACE, word(text))
+    public = acquire(cache, "abcd", domain=ALICE)
+    below_private = acquire(cache, "xyz!", domain=ALICE)
+    others = acquire(cache, "xyz!", domain=BOB)
+    alone = acquire(cache, "abcd", namespace=None)
+    leases = [public, below_private, others, alone]
+    assert None not in leases
+
+    def domains(index: int) -> list[Domain | None]:
+        return [cache.domain_of_next(lease, index) for lease in leases if lease]
+
+    assert domains(1) == [PUBLIC, ALICE, PUBLIC, None]
+    assert domains(2) == [ALICE, ALICE, PUBLIC, None]
+    assert domains(3) == [ALICE, ALICE, BOB, None]
+    cache.retire(NAMESPACE, 1.0)
+    assert domains(1) == [None, None, None, None]
+
+
 # Retiring a namespace (I9, I32)
 
 

@@ -209,16 +209,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert snapshot(self.cache) == before
             return None
 
-        num_whole, tails = self.longest(namespace, domain, wanted)
+        num_whole, num_tail = self.longest(namespace, domain, wanted)
         match = self.cache._match(namespace, domain, wanted)
         peek = self.cache.peek(namespace, domain, wanted)
         assert snapshot(self.cache) == before, "a question changed something"
-        num_tail, source = 0, set()
+        source: set[int] = set()
         if match.partial is not None:
-            num_tail = match.partial.num_tokens
-            source = set(match.partial.node.block_ids[match.partial.index :])
+            source.update(match.partial.node.block_ids[match.partial.index :])
         assert peek == Peek(num_whole * self.block_size + num_tail, num_whole)
-        assert num_tail in tails
 
         num_free = self.cache.pool.num_free
         active = self.active_blocks()
@@ -481,24 +479,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def longest(
         self, namespace: bytes | None, domain: Domain, wanted: bytes
-    ) -> tuple[int, set[int]]:
-        """The whole blocks that match, and how many tokens may match after them.
-
-        One answer for the latter, unless public and private chains tie; then the
-        longest of all or that of the chain that is taken.
-        """
+    ) -> tuple[int, int]:
+        """The whole blocks that match, and how many tokens match after them."""
         visible = self.visible(namespace, domain)
         end = len(wanted) - TOKEN_BYTES
-        whole = [k for k in visible if wanted[:end].startswith(k.prefix)]
-        longest = max((len(key.prefix) for key in whole), default=0)
-        tails = {0}
-        for key in visible:
-            if len(key.prefix) - longest == self.at(1):
-                if key.prefix[:longest] == wanted[:longest]:
-                    same = common_tokens(key.prefix[longest:], wanted[longest:end])
-                    tails.add(same)
-        chains = {key.num_public for key in whole if len(key.prefix) == longest}
-        return longest // self.at(1), tails if len(chains) > 1 else {max(tails)}
+        whole = [k.prefix for k in visible if wanted[:end].startswith(k.prefix)]
+        longest = max(map(len, whole), default=0)
+        tails = [
+            common_tokens(key.prefix[longest:], wanted[longest:end])
+            for key in visible
+            if len(key.prefix) - longest == self.at(1)
+            and key.prefix[:longest] == wanted[:longest]
+        ]
+        return longest // self.at(1), max(tails, default=0)
 
     def matched_blocks(
         self, namespace: bytes | None, domain: Domain, prefix: bytes

@@ -319,7 +319,7 @@ def test_a_mixture_of_experts_changes_no_bit_or_is_refused(dtype: torch.dtype) -
         build_engine(loaded, runs_self_test=True)
     except (NumericsError, UnsupportedModel):
         return
-    assert Fuzz(loaded, 3).run() == NOTHING
+    assert Fuzz(loaded, 3, num_tokens=200).run() == NOTHING
 
 
 # These tests can fail
@@ -343,8 +343,8 @@ def test_without_the_fixed_context_length_bits_differ(dtype: torch.dtype) -> Non
 
 def test_without_padded_query_rows_bits_differ() -> None:
     numerics = replace(EXACT, row_multiple=1)
-    loaded = tiny_once("llama-group3-tied", torch.float32)
-    assert Fuzz(loaded, 0, numerics=numerics).run()["KV"] > 0
+    fuzz = Fuzz(tiny_once("llama-group1", torch.float32), 0, numerics=numerics)
+    assert fuzz.in_chunks((34, 33, 1, 2, 3, 35, 42)) != NOTHING
 
 
 def test_without_padded_linears_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ __all__ = ["TOKEN_BYTES", "TokenIds", "common_prefix_bytes"]
 
 TOKEN_BYTES = 4
 _MAX_TOKEN_ID = 2**31 - 1
-_INTEGER_FORMATS = "bBhHiIlLqQnN"
+_INTEGER_FORMATS = "hHiIlLqQnN"
 
 
 class TokenIds:
@@ -65,13 +65,13 @@ class TokenIds:
     def from_buffer(cls, data: bytes | bytearray | memoryview | array[int]) -> TokenIds:
         """Take token ids from an integer buffer (`array`, numpy, `memoryview`).
 
-        `bytes`, `bytearray` and views of them are read as the encoding itself. Integer
-        buffers of another width are converted; other element types raise `TokenOutOfRange`.
+        Elements of one byte are read as the encoding itself. Integer buffers of
+        another width are converted; other element types raise `TokenOutOfRange`.
         """
         if isinstance(data, bytes):
             return cls(data)
         view = memoryview(data)
-        if isinstance(view.obj, bytes | bytearray):
+        if view.itemsize == 1:
             return cls(view.tobytes())
         if view.format in ("i", "l") and view.itemsize == TOKEN_BYTES:
             return cls(_to_native(view.tobytes()))
