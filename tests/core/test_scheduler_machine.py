@@ -299,7 +299,7 @@ def test_a_scheduler_keeps_its_promises_for_a_while(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_a_scheduler_keeps_its_promises_for_a_long_time(seed: int) -> None:
-    live_long(seed, num_acts=5_000)
+    live_long(seed, num_acts=2_500)
 
 
 def test_the_walks_meet_everything_they_are_meant_to_meet() -> None:

@@ -62,7 +62,7 @@ def alone(ids: TokenIds, params: SamplingParams) -> list[Completion]:
 
 @contextmanager
 def failing_steps(
-    engine: Engine, error: Exception, *, when: Callable[[list[int]], bool]
+    engine: Engine, error: BaseException, *, when: Callable[[list[int]], bool]
 ) -> Iterator[None]:
     """Let the forward pass raise for steps whose token ids `when` accepts."""
 
@@ -417,7 +417,11 @@ def test_kv_that_is_not_finite_is_not_kept_for_others(token_budget: int) -> None
 # Steps that fail
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no luck"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no luck"), MemoryError(), IndexError("range"), ValueError("shape")],
+    ids=repr,
+)
 def test_a_step_that_raises_ends_its_requests_and_no_others(error: Exception) -> None:
     engine = engine_of(max_num_running=2)
     engine.add(prompt(20, seed=1), limited(num_samples=2), request_id="failing")
@@ -469,6 +473,25 @@ def test_a_cancelled_request_whose_step_fails_counts_as_cancelled() -> None:
     with failing_steps(engine, RuntimeError("no luck"), when=cancel_then_fail):
         (completion,) = engine.drain()
     assert completion.finish_reason is FinishReason.CANCELLED
+    assert_idle(engine)
+
+
+def test_an_interrupted_step_can_be_followed_by_others() -> None:
+    """Whoever presses Ctrl-C gets the interruption, and may go on."""
+    engine = engine_of(max_num_running=1)
+    engine.add(prompt(20, seed=1), limited(), request_id="interrupted")
+    engine.add(prompt(30, seed=2), limited(), request_id="other")
+    interruption = KeyboardInterrupt()
+
+    with (
+        failing_steps(engine, interruption, when=lambda ids: True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        engine.step()
+
+    ended = by_id(engine.drain())
+    assert ended["other", 0].finish_reason is FinishReason.LENGTH
+    assert ended["interrupted", 0].finish_reason is FinishReason.FAILED
     assert_idle(engine)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -238,6 +240,33 @@ def test_a_wide_model_changes_no_bit(dtype: torch.dtype) -> None:
     assert Fuzz(loaded, 1, num_tokens=140).decode_alone(num_prefilled=100) == NOTHING
 
 
+@EVERY_DTYPE
+def test_many_long_contexts_decoded_in_one_step_change_no_bit(
+    dtype: torch.dtype,
+) -> None:
+    """More than are read at once: some go into one call, some into the next."""
+    loaded = tiny_once("llama-group3-tied", dtype)
+    num_sequences, num_tokens = 10, 980
+    runner = build_runner(loaded, num_blocks=620 + 62)
+    probe = Probe(runner)
+
+    def sequence(name: str, seed: int, first_block: int) -> ProbeSequence:
+        table = BlockTable(array("i", range(first_block, first_block + 62)))
+        return ProbeSequence(name, tokens(random_ids(num_tokens, seed=seed)), table)
+
+    decoded = [sequence(f"d{i}", i, 62 * i) for i in range(num_sequences)]
+    for each in decoded:
+        probe.run([(each, num_tokens - 1)])
+    probe.run([(each, 1) for each in decoded])
+
+    for seed in (0, 7, 8, 9):
+        whole = sequence("whole", seed, 620)
+        probe.run([(whole, num_tokens)])
+        assert num_differing(probe.kv(whole), probe.kv(decoded[seed])) == 0
+        row = decoded[seed].logits[num_tokens - 1]
+        assert num_differing(row, whole.logits[num_tokens - 1]) == 0
+
+
 @pytest.mark.model
 def test_the_real_model_changes_no_bit(smol: LoadedModel) -> None:
     fuzz = Fuzz(smol, 5, num_tokens=80, vocab_size=smol.vocab_size, num_rows=1)
@@ -299,26 +328,48 @@ def test_three_threads_change_no_bit(dtype: torch.dtype) -> None:
         assert fuzz.in_chunks((14, 16, 19, 22, 23, 6)) == NOTHING
 
 
-@EVERY_DTYPE
-def test_a_mixture_of_experts_changes_no_bit_or_is_refused(dtype: torch.dtype) -> None:
+def experts() -> torch.nn.Module:
     """An expert sees as many rows as choose it, so one row now and then."""
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=307,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            sliding_window=None,
-        )
+    config = MixtralConfig(
+        vocab_size=307,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        sliding_window=None,
     )
+    return MixtralForCausalLM(config)
+
+
+def gpt2() -> torch.nn.Module:
+    """Its projections are no `nn.Linear`."""
+    config = GPT2Config(
+        vocab_size=307,
+        n_embd=768,
+        n_layer=2,
+        n_head=12,
+        n_positions=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("make", [experts, gpt2])
+@EVERY_DTYPE
+def test_matrices_that_are_no_linears_change_no_bit_or_are_refused(
+    dtype: torch.dtype, make: Callable[[], torch.nn.Module]
+) -> None:
+    """The self-test is a sample: it lets some through that differ later."""
     try:
-        loaded = wrap_model(randomise(model).to(dtype), name="experts")
+        loaded = wrap_model(randomise(make()).to(dtype), name=make.__name__)
         build_engine(loaded, runs_self_test=True)
     except (NumericsError, UnsupportedModel):
         return
+    fuzz = Fuzz(loaded, 1, num_tokens=90)
+    assert fuzz.decode_alone(num_prefilled=50) == NOTHING
     assert Fuzz(loaded, 3, num_tokens=200).run() == NOTHING
 
 
@@ -378,6 +429,20 @@ def test_the_self_test_refuses_numerics_without_a_rule(rule: dict[str, Any]) -> 
 def test_the_self_test_leaves_the_kv_memory_alone() -> None:
     engine = build_engine(runs_self_test=True)
     assert not any(memory.any() for memory in (*engine.kv.keys, *engine.kv.values))
+
+
+def test_the_self_test_fits_into_a_short_context() -> None:
+    config = GPT2Config(
+        vocab_size=307,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=100,  # a table of so many rows
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = randomise(GPT2LMHeadModel(config)).to(torch.bfloat16)
+    build_engine(wrap_model(model, name="short"), runs_self_test=True)
 
 
 def test_the_class_tolerant_serves_without_a_self_test_of_bits() -> None:
