@@ -169,9 +169,7 @@ def _probe(loaded: LoadedModel, block_size: int, numerics: Numerics) -> Probe:
         dtype=loaded.dtype,
     )
     return Probe(
-        ModelRunner(
-            loaded.model, kv, numerics, num_query_heads=loaded.num_query_heads
-        )
+        ModelRunner(loaded.model, kv, numerics, num_query_heads=loaded.num_query_heads)
     )
 
 

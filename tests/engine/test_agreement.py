@@ -49,14 +49,12 @@ def assert_logits_are_of_one_prefill(loaded: LoadedModel, served: Served) -> Non
 # Random traffic
 
 
-@pytest.mark.parametrize("index, name", [*enumerate(sorted(TINY))])
-def test_random_traffic_gets_what_each_request_gets_alone(
-    index: int, name: str
-) -> None:
+@EVERY_DTYPE
+def test_random_traffic_gets_what_each_request_gets_alone(dtype: torch.dtype) -> None:
     met: Counter[str] = Counter()
-    for number in range(4):
-        seed = 4 * index + number
-        dtype = DTYPES[number % 2]
+    for index in range(8):
+        name = sorted(TINY)[index % 4]
+        seed = 2 * index + DTYPES.index(dtype)
         print(f"run_traffic(tiny_once({name!r}, {dtype}), {seed})")
         met += run_traffic(tiny_once(name, dtype), seed)
     # A traffic that meets none of this would agree with anything.

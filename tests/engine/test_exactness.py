@@ -209,9 +209,11 @@ def test_chunks_mates_blocks_and_copies_change_no_bit(
 @pytest.mark.slow
 @EVERY_MODEL
 @EVERY_DTYPE
-def test_two_hundred_seeds_change_no_bit(name: str, dtype: torch.dtype) -> None:
+def test_two_hundred_seeds_of_each_dtype_change_no_bit(
+    name: str, dtype: torch.dtype
+) -> None:
     loaded = tiny_once(name, dtype)
-    for seed in range(1000, 1200):
+    for seed in range(1000, 1050):  # of each model
         fuzz = Fuzz(loaded, seed, num_tokens=200, max_threads=1 + seed % 2)
         assert fuzz.run() == NOTHING, f"{seed=}"
 

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 
 from stemkv.core.blocks import BlockPool
 from stemkv.core.config import CacheConfig
-from stemkv.core.events import BlocksEvicted, BlocksPublished, CacheEvent
+from stemkv.core.events import (
+    BlocksEvicted,
+    BlocksPublished,
+    BlocksRetired,
+    CacheEvent,
+)
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import BlockCopy, BlockTable, Lease
@@ -282,7 +287,8 @@ class PrefixCache:
         """Return a second lease on the same blocks.
 
         Published blocks are pinned once more; private ones are shared, and whoever
-        writes first copies (`prepare_write`).
+        writes first copies (`prepare_write`). Publish what is full first: a block that
+        two tables share privately can no longer be published.
         """
         _check_live(lease)
         if lease.copy_source is not None:
@@ -308,10 +314,7 @@ class PrefixCache:
             raise DoubleRelease("a lease must be released exactly once")
         lease.is_released = True
         self.copied(lease, now)
-        # Tail first: the block most likely to be asked for again is reused last.
-        tail = lease.table.ids(lease.num_published_blocks)
-        tail.reverse()
-        self.pool.release(tail)
+        self.pool.release(lease.table.ids(lease.num_published_blocks))
         if lease.node is not None:
             self._unpin(lease.node, now)
 
@@ -341,7 +344,7 @@ class PrefixCache:
             return 0
         for node in reversed(tuple(_descendants(root))):  # children before parents
             if node.is_leaf and node.ref_count == 0:
-                self._drop(node, node.num_blocks, now)
+                self._drop_retired(node, now)
         return sum(node.num_blocks for node in _descendants(root))
 
     # Private
@@ -451,7 +454,7 @@ class PrefixCache:
             if not step.is_leaf:
                 continue
             if is_retired:
-                self._drop(step, step.num_blocks, now)
+                self._drop_retired(step, now)
             else:
                 self._policy.became_evictable(step.id, now=now)
         # A match that was cut short split an edge. Unless something was published
@@ -470,6 +473,10 @@ class PrefixCache:
         taken = self.pool.allocate(num_blocks)
         self._note_active()
         return taken
+
+    def _drop_retired(self, node: Node, now: float) -> None:
+        dropped = self._drop(node, node.num_blocks, now)
+        self._emit(BlocksRetired(now=now, domain=node.domain, num_blocks=dropped))
 
     def _drop(self, node: Node, num_blocks: int, now: float) -> int:
         """Free tail blocks of an unpinned leaf and tell the policy what follows."""

@@ -14,6 +14,7 @@ from stemkv.core.request import FinishReason, RequestId, TokenCounts
 __all__ = [
     "BlocksEvicted",
     "BlocksPublished",
+    "BlocksRetired",
     "CacheEvent",
     "Event",
     "PrefixAwaited",
@@ -39,6 +40,15 @@ class BlocksPublished:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksEvicted:
     """Cached blocks were dropped to reuse their memory."""
+
+    now: float
+    domain: Domain
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksRetired:
+    """Blocks of a fenced namespace were freed: no eviction, they could not be used."""
 
     now: float
     domain: Domain
@@ -114,7 +124,7 @@ class RequestAborted:
     num_preemptions: int
 
 
-CacheEvent = BlocksPublished | BlocksEvicted
+CacheEvent = BlocksPublished | BlocksEvicted | BlocksRetired
 Event = (
     CacheEvent
     | RequestAdmitted
