@@ -1,4 +1,4 @@
-"""StemKV: exactly reused prompt prefixes, with a price on every retained byte.
+"""StemKV: prompt prefixes computed once and reused exactly.
 
 `import stemkv` needs the standard library only. These names are the whole public
 surface of the core; the engine is `stemkv.engine` and needs the extra `engine`.

@@ -62,7 +62,8 @@ def test_the_demo_reports_reuse_and_equal_bits(tmp_path: Path) -> None:
     assert is_equal
     assert "bit for bit equal: 4 of 4 outputs" in text
     off, on = report["reuse_off"], report["reuse_on"]
-    assert isinstance(off, dict) and isinstance(on, dict)
+    assert isinstance(off, dict)
+    assert isinstance(on, dict)
     assert off["prompt_tokens_reused"] == 0
     assert on["prompt_tokens_reused"] > 1900
     total = report["num_prompt_tokens"]

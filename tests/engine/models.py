@@ -24,7 +24,7 @@ from transformers import (
 from stemkv.core import RequestId, TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, wrap_model
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.numerics import EXACT, Numerics
+from stemkv.engine.numerics import EXACT, Numerics, fitted
 from stemkv.engine.runner import ModelRunner
 
 __all__ = [
@@ -183,7 +183,9 @@ def build_runner(
     """A runner as an engine makes it, over KV memory of its own."""
     kv = build_kv(loaded, num_blocks=num_blocks, block_size=block_size)
     runner = _runner_of(loaded).over(kv)
-    runner.numerics = numerics
+    runner.numerics = fitted(
+        numerics, is_float32=loaded.dtype == torch.float32, head_dim=loaded.head_dim
+    )
     return runner
 
 

@@ -23,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from stemkv.core.table import BlockCopy, BlockTable
@@ -434,16 +436,16 @@ def test_the_self_test_leaves_the_kv_memory_alone() -> None:
 
 
 def test_the_self_test_fits_into_a_short_context() -> None:
-    config = GPT2Config(
+    config = OPTConfig(
         vocab_size=307,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=100,  # a table of so many rows
-        bos_token_id=None,
-        eos_token_id=None,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=100,  # a table of so many rows
     )
-    model = randomise(GPT2LMHeadModel(config)).to(torch.bfloat16)
+    model = randomise(OPTForCausalLM(config)).to(torch.bfloat16)
     build_engine(wrap_model(model, name="short"), runs_self_test=True)
 
 

@@ -24,7 +24,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Compute every shared prompt prefix once: safely, exactly, fairly.",
+    rich_markup_mode=None,  # else "[default: …]" in help texts is taken for markup
+    help="Compute every shared prompt prefix once, safely and exactly.",
 )
 
 ModelOption = Annotated[

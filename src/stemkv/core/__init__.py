@@ -1,7 +1,7 @@
 """The deterministic core: identity, tree, blocks, leases, eviction, scheduler.
 
 Standard library only. Time is an argument, chance is passed in, I/O is somebody
-else's. The same core sits behind the engine, the replay and the plugins.
+else's: a driver with tensors and one with a cost model can share these decisions.
 """
 
 from stemkv.core.cache import CacheUsage, Peek, PrefixCache

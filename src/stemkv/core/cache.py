@@ -318,6 +318,23 @@ class PrefixCache:
         if lease.node is not None:
             self._unpin(lease.node, now)
 
+    def forget(self, lease: Lease, now: float) -> int:
+        """Drop what nobody else uses of a released lease's path; return the blocks.
+
+        For KV that turned out to be unsound: leaf by leaf, up to the first node that
+        another lease pins or that other prefixes continue.
+        """
+        if not lease.is_released:
+            raise InvariantError("forget of a lease that is still in use")
+        num_dropped = 0
+        node = lease.node
+        while node is not None and node.parent is not None and node.num_blocks:
+            if node.children or node.ref_count:
+                break
+            num_dropped += self._drop_retired(node, now)
+            node = node.parent
+        return num_dropped
+
     def evict(self, num_blocks: int, now: float) -> int:
         """Drop up to `num_blocks` cached blocks; return how many were dropped."""
         num_dropped = 0
@@ -336,7 +353,9 @@ class PrefixCache:
         """Fence a namespace: nothing in it can be matched or published any more.
 
         Cached blocks are freed at once, active ones when their leases end. Returns how
-        many blocks remain for that reason.
+        many blocks remain for that reason. The fence is between the leases of before
+        and after: whoever acquires under the same bytes again starts an empty
+        namespace, so a new generation of weights must bring a new identity.
         """
         self._public.pop(namespace, None)
         root = self.tree.retire(namespace)
@@ -474,9 +493,10 @@ class PrefixCache:
         self._note_active()
         return taken
 
-    def _drop_retired(self, node: Node, now: float) -> None:
+    def _drop_retired(self, node: Node, now: float) -> int:
         dropped = self._drop(node, node.num_blocks, now)
         self._emit(BlocksRetired(now=now, domain=node.domain, num_blocks=dropped))
+        return dropped
 
     def _drop(self, node: Node, num_blocks: int, now: float) -> int:
         """Free tail blocks of an unpinned leaf and tell the policy what follows."""

@@ -1,7 +1,7 @@
 """What happened in the core, as values; nobody in the core logs.
 
-Owns the event types. Events carry counts, ids and times, never tokens. An event about
-a request goes to that request's owner only; see the isolation contract.
+Owns the event types. Events carry counts, ids and times; the only token in any is the
+one that `TokenSampled` brings to the request's owner.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlocksEvicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksRetired:
-    """Blocks of a fenced namespace were freed: no eviction, they could not be used."""
+    """Blocks were freed because they must not be used: fenced, or unsound KV."""
 
     now: float
     domain: Domain

@@ -43,7 +43,6 @@ from stemkv.core.request import (
     RequestId,
     RequestSpec,
     RequestState,
-    child_id,
 )
 from stemkv.core.table import BlockCopy, Lease
 from stemkv.core.tokens import TOKEN_BYTES
@@ -72,6 +71,8 @@ class Scheduler:
         self._order = order
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by arrival
+        # Samples in flight by the id that was asked for, which they all keep taken.
+        self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
         self._num_plans = 0
         self._pending: StepPlan | None = None
@@ -124,17 +125,15 @@ class Scheduler:
                 f"raise max_num_running",
                 field="num_samples",
             )
-        for sample in range(spec.num_samples):
-            taken = child_id(spec.request_id, sample)
-            if taken in self._requests:
-                raise DuplicateRequest(
-                    f"request id {taken!r} is in flight; choose another",
-                    field="request_id",
-                )
+        if spec.request_id in self._num_in_flight:
+            raise DuplicateRequest(
+                f"request id {spec.request_id!r} is in flight; choose another",
+                field="request_id",
+            )
         request = Request(spec, self._num_added)
         self._check_size(request)
         self._num_added += 1
-        self._requests[spec.request_id] = request
+        self._take_in(request)
         self._order.add(request)
         return request
 
@@ -422,7 +421,7 @@ class Scheduler:
             )
             child.become_sample(request, index)
             child.lease = self.cache.fork(_lease_of(request), now)
-            self._requests[child.request_id] = child
+            self._take_in(child)
             insort(self._running, child, key=_order_key)
             children.append(child)
         self._events.append(
@@ -436,8 +435,9 @@ class Scheduler:
 
     def _take_sample(self, request: Request, sample: Sample, now: float) -> None:
         if sample.stop is FinishReason.FAILED:
-            # There is no token: the driver could not sample one.
-            self._stop_running(request, now)
+            # There is no token: the driver could not sample one. What led to it must
+            # not be handed on either.
+            self._stop_running(request, now, is_sound=False)
             self._abort(request, FinishReason.FAILED, now)
             return
         request.append(sample.token)
@@ -457,7 +457,7 @@ class Scheduler:
         self._stop_running(request, now)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        del self._requests[request.request_id]
+        self._let_go(request)
         self._events.append(
             RequestFinished(
                 now=now,
@@ -470,9 +470,14 @@ class Scheduler:
 
     # Ends
 
-    def _stop_running(self, request: Request, now: float) -> None:
-        """Give the request's blocks back; the published ones stay cached."""
-        self.cache.release(_lease_of(request), now)
+    def _stop_running(
+        self, request: Request, now: float, *, is_sound: bool = True
+    ) -> None:
+        """Give the request's blocks back; the published ones stay cached if sound."""
+        lease = _lease_of(request)
+        self.cache.release(lease, now)
+        if not is_sound:
+            self.cache.forget(lease, now)
         request.lease = None
         request.num_computed = 0
         index = bisect_left(self._running, request.order_key, key=_order_key)
@@ -483,7 +488,7 @@ class Scheduler:
     def _abort(self, request: Request, reason: FinishReason, now: float) -> None:
         request.state = RequestState.ABORTED
         request.finish_reason = reason
-        del self._requests[request.request_id]
+        self._let_go(request)
         self._events.append(
             RequestAborted(
                 now=now,
@@ -493,6 +498,18 @@ class Scheduler:
                 num_preemptions=request.num_preemptions,
             )
         )
+
+    def _take_in(self, request: Request) -> None:
+        root = request.spec.request_id
+        self._requests[request.request_id] = request
+        self._num_in_flight[root] = self._num_in_flight.get(root, 0) + 1
+
+    def _let_go(self, request: Request) -> None:
+        root = request.spec.request_id
+        del self._requests[request.request_id]
+        self._num_in_flight[root] -= 1
+        if self._num_in_flight[root] == 0:
+            del self._num_in_flight[root]
 
     def _take_pending(self, plan: StepPlan) -> None:
         if self._pending is None or plan.step != self._pending.step:

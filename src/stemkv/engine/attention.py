@@ -126,6 +126,20 @@ class StepLayout:
                 self._attend_tile(tile, query[0], context, scaling, output)
         return output[None]
 
+    def check_shape(
+        self, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Raise `UnsupportedModel` if KV is not what the config promises."""
+        expected = (self._kv.num_kv_heads, self._kv.head_dim)
+        for name, tensor in (("keys", key), ("values", value)):
+            found = (tensor.shape[1], tensor.shape[3])
+            if found != expected:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} has {name} of {found[0]} heads of size "
+                    f"{found[1]}, the config says {expected[0]} of {expected[1]}; "
+                    f"models with other kinds of attention are not supported yet"
+                )
+
     def _attend_tile(
         self,
         tile: _Tile,
@@ -262,7 +276,9 @@ class StepLayout:
         """Return the blocks of the context, padded with the zero block."""
         num_blocks = -(-length // self._kv.block_size)
         ids = torch.full((num_blocks,), self._kv.zero_block)
-        own = _block_ids(chunk)[:num_blocks]
+        # Only blocks with KV: what an earlier owner left in later ones of the table is
+        # masked too, but need not be finite.
+        own = _block_ids(chunk)[: min(num_blocks, -(-chunk.end // self._kv.block_size))]
         ids[: len(own)] = own
         return ids
 
@@ -306,6 +322,7 @@ def attend(
             f"{type(module).__name__} does not pass keyword arguments on to its "
             f"attention, so the paged KV cannot reach it"
         )
+    stemkv_layout.check_shape(module, key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]  # set by transformers

@@ -38,9 +38,10 @@ from stemkv.core.request import (
 )
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TokenIds
+from stemkv.engine.activation import slice_activations
 from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import replace_linears
+from stemkv.engine.linear import LinearFacts, replace_linears
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import numerics_named
 from stemkv.engine.runner import ModelRunner
@@ -144,12 +145,8 @@ class Engine:
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         linears = replace_linears(loaded.model)
         numerics = numerics_named(self.config.numerics)
-        if numerics.pads_context and not linears.is_stable:
-            raise NumericsError(
-                f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
-                f"row of a linear depends on how many others there are; use another "
-                f"dtype, or numerics 'tolerant'"
-            )
+        if loaded.dtype == torch.float32 and numerics.pads_context:
+            slice_activations(loaded.model)
         self.kv = self._make_kv()
         self._runner = ModelRunner(
             loaded.model,
@@ -159,8 +156,8 @@ class Engine:
         )
         if self.config.runs_self_test:
             check_layers(self._runner, loaded.vocab_size)
-            if numerics.pads_context:
-                check_exact(self._runner, loaded.vocab_size)
+        if numerics.pads_context:
+            self._check_exact(linears)
         self.identity: ComputeIdentity = identify(
             loaded,
             numerics,
@@ -249,7 +246,7 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         if request_id is None:
-            request_id = f"request-{self._num_added}"
+            request_id = self._new_id()
         prompt.check_vocabulary(self.loaded.vocab_size)
         self._check_stop(prompt, params)
         spec = RequestSpec(
@@ -262,7 +259,6 @@ class Engine:
             num_samples=params.num_samples,
         )
         self.scheduler.add(spec)
-        self._num_added += 1
         for sample in range(params.num_samples):
             self._live[child_id(spec.request_id, sample)] = self._make_live(
                 spec, sample, params
@@ -312,6 +308,7 @@ class Engine:
         except StemKVError:
             for request_id in ids:
                 self.cancel(request_id)
+            self._ended = [c for c in self._ended if c.request_id not in ids]
             raise
         rank = {request_id: index for index, request_id in enumerate(ids)}
         completions = self.drain()
@@ -321,19 +318,51 @@ class Engine:
 
     # Private
 
+    def _new_id(self) -> str:
+        """Return an id that no request in flight has."""
+        while True:
+            request_id = f"request-{self._num_added}"
+            self._num_added += 1
+            if request_id not in self._live:
+                return request_id
+
     def _run_step(self) -> tuple[Event, ...]:
         plan = self.scheduler.schedule(self._clock())
         start = self._clock()
         try:
             logits = self._runner.execute(plan)
             result = self._sample(plan, logits)
-        except (RuntimeError, MemoryError):
-            # One failing pass must not stop the engine: its requests end, others go on.
-            _log.exception("step %d failed; its requests are aborted", plan.step)
-            return self.scheduler.abandon(plan, self._clock())
+        except BaseException as error:
+            # Whatever it was, the next step must find no plan pending.
+            events = self.scheduler.abandon(plan, self._clock())
+            if isinstance(error, Exception) and not isinstance(error, StemKVError):
+                # Kernels and model code fail in all ways. One failing pass must not
+                # stop the engine: its requests end, others go on.
+                _log.exception("step %d failed; its requests are aborted", plan.step)
+                return events
+            self._ended.extend(self._settle(events))
+            raise
         now = self._clock()
         self._record(plan, start, now)
         return self.scheduler.commit(plan, result, now)
+
+    def _check_exact(self, linears: LinearFacts) -> None:
+        """Raise `NumericsError` unless this build and model keep every bit."""
+        loaded = self.loaded
+        if not linears.is_stable:
+            raise NumericsError(
+                f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
+                f"row of a linear depends on how many others there are; use another "
+                f"dtype, or numerics 'tolerant'"
+            )
+        if linears.other_matrices:
+            raise NumericsError(
+                f"numerics class 'exact' does not hold for {loaded.name}: "
+                f"{linears.other_matrices[0]} multiplies by a matrix outside a linear "
+                f"layer, where rows may depend on each other; use 'tolerant'"
+            )
+        if self.config.runs_self_test:
+            check_exact(self._runner, loaded.vocab_size, loaded.context_length)
 
     def _make_kv(self) -> KvMemory:
         loaded = self.loaded

@@ -6,6 +6,7 @@ media do not exist in this engine yet, so their fields state exactly that.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -18,6 +19,25 @@ from stemkv.engine.numerics import Numerics
 
 __all__ = ["identify"]
 
+# Config values that cannot change KV: names, versions, generation and training.
+_INCONSEQUENTIAL = frozenset(
+    {
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "quantization_config",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
 
 def identify(
     loaded: LoadedModel, numerics: Numerics, *, block_size: int, is_packed: bool
@@ -25,7 +45,7 @@ def identify(
     """Return the identity under which this engine computes KV."""
     config = loaded.config
     return ComputeIdentity(
-        model_architecture=type(loaded.model).__name__,
+        model_architecture=_architecture(loaded),
         weights_digest=loaded.weights_digest,
         weights_generation=0,
         adapter_digest=None,
@@ -49,6 +69,22 @@ def identify(
         numerics_tile=numerics.tile,
         engine_build=_build(is_packed),
     )
+
+
+def _architecture(loaded: LoadedModel) -> str:
+    """Return the class and a digest of its config: widths, activation, epsilons, all.
+
+    A value that changes nothing costs hits at worst, one left out costs correctness;
+    so only what is known to be of no consequence is left out.
+    """
+    facts = {
+        name: value
+        for name, value in loaded.config.to_dict().items()
+        if name not in _INCONSEQUENTIAL and not name.startswith("_")
+    }
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{type(loaded.model).__name__}:{digest}"
 
 
 def _position_scheme(config: Any, head_dim: int) -> str:

@@ -33,6 +33,7 @@ class LinearFacts:
     is_packed: bool
     is_stable: bool  # whether padding makes every linear's rows independent
     max_min_rows: int  # the most rows that any of them is padded to
+    other_matrices: tuple[str, ...]  # modules that multiply by a matrix of their own
 
 
 class StableLinear(nn.Module):
@@ -181,6 +182,12 @@ def replace_linears(model: nn.Module) -> LinearFacts:
         is_packed=all(linear.is_packed for linear in found),
         is_stable=all(linear.is_stable for linear in found),
         max_min_rows=max((linear.min_rows for linear in found), default=1),
+        other_matrices=tuple(
+            name
+            for name, module in model.named_modules()
+            if not isinstance(module, nn.Embedding)
+            and any(p.dim() > 1 for p in module.parameters(recurse=False))
+        ),
     )
 
 
@@ -202,6 +209,7 @@ def _min_stable_rows(
     so each probe row is made orthogonal to one of the weight's rows.
     """
     generator = torch.Generator().manual_seed(0)
+    # Rows of the weight, evenly spread; the same one twice if there are fewer.
     picked = torch.arange(_NUM_PROBES) * len(weight) // _NUM_PROBES
     against = weight[picked].double()
     x = torch.randn(against.shape, generator=generator, dtype=torch.double)

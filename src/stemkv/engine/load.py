@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from transformers import (
 )
 
 from stemkv.engine.attention import ATTENTION_NAME, attend
+from stemkv.engine.linear import StableLinear
 from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedModel
 
 __all__ = [
@@ -139,17 +141,20 @@ def load_model(
         progress("reading config and tokenizer")
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         check_supported(config, str(source))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         progress("loading weights")
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            output_loading_info=True,
         )
+        _check_complete(report)
+    with _breakage_named(source, "has no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     progress("hashing weights")
     name = source.stem if source.is_file() else source.resolve().name
-    return wrap_model(model, name=name, tokenizer=tokenizer)
+    return _describe(model, name=name, label=str(source), tokenizer=tokenizer)
 
 
 def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedModel:
@@ -158,13 +163,20 @@ def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedM
     It must have been made with `attn_implementation=ATTENTION_NAME`, or be switchable
     to it. Raises `UnsupportedModel`.
     """
+    return _describe(model, name=name, label=name, tokenizer=tokenizer)
+
+
+def _describe(
+    model: nn.Module, *, name: str, label: str, tokenizer: Any
+) -> LoadedModel:
+    """Do what `wrap_model` says; `label` names the model in errors."""
     AttentionInterface.register(ATTENTION_NAME, attend)
     model.eval()
     config: Any = model.config
-    check_supported(config, name)
+    check_supported(config, label)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"model {name} ({type(model).__name__}) does not use transformers' "
+            f"model {label} ({type(model).__name__}) does not use transformers' "
             f"attention interface, so its KV cannot be paged"
         )
     if config._attn_implementation != ATTENTION_NAME:
@@ -172,7 +184,7 @@ def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedM
     for module_name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModel(
-                f"model {name} has non-causal attention in {module_name}; only causal "
+                f"model {label} has non-causal attention in {module_name}; only causal "
                 f"decoders are supported"
             )
     text = config.get_text_config()
@@ -218,10 +230,26 @@ def check_supported(config: Any, name: str) -> None:
             f"model {name} has a sliding window of {text.sliding_window} tokens, "
             f"which is not supported yet; use a model with full attention"
         )
+    scaling = getattr(text, "rope_parameters", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedModel(
+            f"model {name} scales its positions by the longest sequence of a step "
+            f"({kind}), so a prompt's KV would depend on its batch mates"
+        )
 
 
 def digest_weights(model: nn.Module) -> bytes:
-    """Return SHA-256 over every tensor's name, dtype, shape and bytes."""
+    """Return SHA-256 over every tensor's name, dtype, shape and bytes.
+
+    Raises `UnsupportedModel` for a model whose linears an engine has replaced already:
+    their weights are no longer in its state.
+    """
+    if any(isinstance(module, StableLinear) for module in model.modules()):
+        raise UnsupportedModel(
+            "this model was given to an engine before; pass its LoadedModel instead of "
+            "describing it again"
+        )
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         header = json.dumps([name, str(tensor.dtype), list(tensor.shape)])
@@ -246,8 +274,14 @@ def _converted(
     target = cache_dir / f"{digest[:32]}-{dtype_name}-transformers-{version}"
     if target.is_dir():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix="converting-", dir=cache_dir))
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix="converting-", dir=cache_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"converted weights cannot be kept in {cache_dir} ({error.strerror}); set "
+            f"XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     try:
         with _breakage_named(gguf):
             _convert(gguf, dtype, aside, progress)
@@ -263,13 +297,15 @@ def _convert(
     gguf: Path, dtype: torch.dtype, folder: Path, progress: Callable[[str], None]
 ) -> None:
     progress("dequantising the GGUF file (first start only, about 20 s)")
-    model = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
         dtype=dtype,
         quantization_config=GgufConfig(dequantize=True),
         local_files_only=True,
+        output_loading_info=True,
     )
+    _check_complete(report)
     # The weights are plain from here on; what is saved must not claim otherwise.
     model.config.__dict__.pop("quantization_config", None)
     model.is_quantized = False
@@ -279,6 +315,24 @@ def _convert(
     AutoTokenizer.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True
     ).save_pretrained(folder)
+
+
+def _check_complete(report: dict[str, Any]) -> None:
+    """Raise `ValueError` if weights were missing, of another shape, or left over.
+
+    transformers fills what is missing with random numbers and only warns.
+    """
+    of_layers = re.compile(r"\.\d+\.")
+    wrong = {
+        "missing": sorted(report["missing_keys"]),
+        "of another shape": sorted(str(key) for key in report["mismatched_keys"]),
+        "left over": sorted(
+            k for k in report["unexpected_keys"] if of_layers.search(k)
+        ),
+    }
+    for what, keys in wrong.items():
+        if keys:
+            raise ValueError(f"{len(keys)} tensors are {what}, first {keys[0]}")
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
@@ -294,7 +348,9 @@ def _eos_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def _breakage_named(source: Path) -> Iterator[None]:
+def _breakage_named(
+    source: Path, complaint: str = "cannot be loaded"
+) -> Iterator[None]:
     """Turn whatever a damaged file makes the libraries raise into `BrokenModel`."""
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -306,6 +362,6 @@ def _breakage_named(source: Path) -> Iterator[None]:
     except Exception as error:
         detail = str(error).strip().splitlines() or [""]
         raise BrokenModel(
-            f"model {source} cannot be loaded ({type(error).__name__}: "
+            f"model {source} {complaint} ({type(error).__name__}: "
             f"{detail[0][:200]}); the file may be damaged or incomplete, fetch it again"
         ) from error

@@ -10,10 +10,11 @@ torch 2.13: AMD Zen 4 and Intel Emerald Rapids):
 
 * R1 attention of position p reads keys `[0, (p // tile + 1) * tile)`, masked beyond p;
 * R2 no linear sees fewer rows than its kernel needs for them to be independent of
-  each other: between two and sixteen, found by trying at start-up
-  (`stemkv.engine.linear.min_stable_rows`);
+  each other: between one and sixteen, found by trying at start-up
+  (`StableLinear`);
 * R3 rows of an attention call are a multiple of `row_multiple`, since the kernel cuts
-  queries in blocks and takes another path for blocks of one to three rows;
+  queries in blocks and takes another path for blocks of few rows: one to three, and
+  up to fifteen in float32 with heads of more than 64;
 * R4 padding rows are real copies, never expanded views.
 
 `tolerant` pads nothing; differences are bounded and can be measured, not zero.
@@ -21,12 +22,12 @@ torch 2.13: AMD Zen 4 and Intel Emerald Rapids):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from stemkv.errors import ConfigError
 
-__all__ = ["EXACT", "TOLERANT", "Numerics", "numerics_named"]
+__all__ = ["EXACT", "TOLERANT", "Numerics", "fitted", "numerics_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,13 @@ class Numerics:
 
 EXACT: Final = Numerics(name="exact", tile=64, pads_context=True, row_multiple=4)
 TOLERANT: Final = Numerics(name="tolerant", tile=64, pads_context=False, row_multiple=1)
+
+
+def fitted(numerics: Numerics, *, is_float32: bool, head_dim: int) -> Numerics:
+    """Return the class with the row multiple that the attention kernel needs (R3)."""
+    if numerics.row_multiple > 1 and is_float32 and head_dim > 64:
+        return replace(numerics, row_multiple=16)
+    return numerics
 
 
 def numerics_named(name: str) -> Numerics:

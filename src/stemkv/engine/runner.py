@@ -13,7 +13,7 @@ from stemkv.core.plan import Chunk, StepPlan
 from stemkv.core.request import RequestId
 from stemkv.engine.attention import StepLayout
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.numerics import Numerics
+from stemkv.engine.numerics import Numerics, fitted
 from stemkv.errors import UnsupportedModel
 
 __all__ = ["ModelRunner"]
@@ -31,7 +31,9 @@ class ModelRunner:
         num_query_heads: int,
     ) -> None:
         self.kv = kv
-        self.numerics = numerics
+        self.numerics = fitted(
+            numerics, is_float32=kv.dtype == torch.float32, head_dim=kv.head_dim
+        )
         self._model = model
         self._num_query_heads = num_query_heads
 

@@ -36,16 +36,21 @@ class SamplingParams:
             _integer_at_least(field, getattr(self, field), 1)
         if self.top_k is not None:
             _integer_at_least("top_k", self.top_k, 1)
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise InvalidLimit(
-                f"temperature must be 0 (greedy) or more, got {self.temperature}",
+                f"temperature must be 0 (greedy) or more, got {self.temperature!r}",
                 field="temperature",
             )
-        if not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidLimit(
-                f"top_p must be in (0, 1], got {self.top_p}", field="top_p"
+                f"top_p must be a number in (0, 1], got {self.top_p!r}", field="top_p"
             )
-        if isinstance(self.stop, str) or not all(self.stop):
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise InvalidLimit(
+                f"seed must be an integer, got {self.seed!r}", field="seed"
+            )
+        is_tuple = isinstance(self.stop, tuple)
+        if not is_tuple or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidLimit(
                 f"stop must be a tuple of non-empty texts, got {self.stop!r}",
                 field="stop",
@@ -67,7 +72,9 @@ def choose_token(
     """
     if params.temperature == 0:
         return int(logits.argmax())
-    scores = logits.float() / params.temperature
+    # From the largest down, so that a tiny temperature cannot overflow.
+    scores = logits.float()
+    scores = (scores - scores.max()) / max(params.temperature, 1e-20)
     if params.top_k is not None and params.top_k < len(scores):
         # Stable, so that equal scores at the edge are cut by id and not by chance.
         order = scores.argsort(descending=True, stable=True)[: params.top_k]
@@ -81,6 +88,10 @@ def choose_token(
         probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return int(order[drawn])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _integer_at_least(field: str, value: int, minimum: int) -> None:

@@ -40,11 +40,16 @@ class OutputText:
         return self._cut_at_stop(old_length)
 
     def finish(self) -> None:
-        """Add what is left when no more tokens come, half characters included."""
+        """Add what is left when no more tokens come, half characters included.
+
+        A stop string that shows only now still cuts the text.
+        """
+        old_length = len(self.text)
         shown = self._decode(self._tokens[self._window : self._shown])
         whole = self._decode(self._tokens[self._window :])
         self.text += whole[len(shown) :]
         self._window, self._shown = self._shown, len(self._tokens)
+        self._cut_at_stop(old_length)
 
     def _cut_at_stop(self, old_length: int) -> bool:
         found = []

@@ -56,6 +56,8 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
     The same definition as numpy's default. NaN for no values.
     """
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must be in [0, 100], got {percent}")
     ordered = sorted(values)
     if not ordered:
         return math.nan

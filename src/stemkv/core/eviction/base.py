@@ -1,8 +1,7 @@
 """The hooks through which the cache tells a policy what happened, and asks it.
 
 Owns the protocol only. Policies see opaque node ids, times and sizes; never tokens,
-reference counts or other policies. Whose blocks must go is a question of quotas;
-a policy answers which.
+reference counts or other policies.
 """
 
 from __future__ import annotations
