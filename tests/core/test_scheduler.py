@@ -803,13 +803,12 @@ def test_the_ids_of_samples_in_flight_are_refused() -> None:
     driver.step()
     assert driver.cancel("r")  # the first sample; two go on
 
-    with pytest.raises(DuplicateRequest, match="request id 'r#1' is in flight"):
-        driver.scheduler.add(build_spec("r", num_samples=2))
+    for num_samples in (1, 2):
+        with pytest.raises(DuplicateRequest, match="request id 'r' is in flight"):
+            driver.scheduler.add(build_spec("r", num_samples=num_samples))
 
-    # With a single sample there is no name to clash.
-    again = driver.scheduler.add(build_spec("r", num_samples=1))
-    assert driver.scheduler.request(again.request_id) is again
-    assert len(driver.scheduler.requests()) == 3
+    assert len(driver.scheduler.requests()) == 2
+    driver.finish()
 
 
 def test_an_id_can_be_used_again_once_its_request_has_ended() -> None:
@@ -1335,8 +1334,9 @@ def test_a_request_whose_logits_were_not_finite_is_aborted_without_a_token() -> 
 def test_a_step_whose_logits_were_not_finite_publishes_nothing() -> None:
     driver = fail_at_second_token()
 
-    # KV from which no finite logits follow must not be handed to the next request.
-    assert driver.num_findable("efg" + generate_alone("efg", 2)) == 3
+    # KV from which no finite logits follow must not be handed to the next request, and
+    # neither must what came before it: where it went wrong is not known.
+    assert driver.num_findable("efg" + generate_alone("efg", 2)) == 0
     driver.finish()
 
 

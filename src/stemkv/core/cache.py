@@ -314,7 +314,10 @@ class PrefixCache:
             raise DoubleRelease("a lease must be released exactly once")
         lease.is_released = True
         self.copied(lease, now)
-        self.pool.release(lease.table.ids(lease.num_published_blocks))
+        # Tail first: the free list is a stack, so they come out in table order again.
+        tail = lease.table.ids(lease.num_published_blocks)
+        tail.reverse()
+        self.pool.release(tail)
         if lease.node is not None:
             self._unpin(lease.node, now)
 
