@@ -4,7 +4,7 @@ Owns the load (who asks when), the comparison and the printing. The same request
 arrive at the same times in both runs; only reuse differs.
 
 Arrivals are open-loop: the span is set so that computing every prompt from scratch
-would take half as long again as the arrivals last (load 1.5), from a prefill speed
+would take twice as long as the arrivals last (load 2), from a prefill speed
 measured first.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["DemoOptions", "run_demo"]
 
 _BLOCK_SIZE = 16
 _CALIBRATION_TOKENS = 512
-_LOAD = 1.5  # seconds of uncached prefill per second of arrivals
+_LOAD = 2.0  # seconds of uncached prefill per second of arrivals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

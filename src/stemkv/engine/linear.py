@@ -56,11 +56,11 @@ class StableLinear(nn.Module):
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.is_packed = is_packed
-        # Not registered: a packed tensor can be neither moved, cast nor saved.
-        self._weight = [
-            torch.ops.mkldnn._reorder_linear_weight(weight) if is_packed else weight
-        ]
-        self._bias = torch.cat([b.detach() for b in biases]) if biases else None
+        bias = torch.cat([b.detach() for b in biases]) if biases else None
+        # Kept in a closure, not registered: a packed tensor can be neither moved, cast
+        # nor saved.
+        product = _packed_product if is_packed else _plain_product
+        self._multiply = product(weight, bias)
         # Linears of one shape use one kernel, so one trial serves them all.
         shape = tuple(weight.shape)
         if shape not in verdicts:
@@ -78,13 +78,28 @@ class StableLinear(nn.Module):
         padded = torch.cat([x, *[x[..., :1, :]] * (self.min_rows - rows)], dim=-2)
         return self._multiply(padded)[..., :rows, :]
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_packed:
-            return nn.functional.linear(x, self._weight[0], self._bias)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight[0], self._bias, "none", [], ""
-        )
+
+def _packed_product(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    # The overload itself: finding it by arguments costs more than a small product.
+    operator = torch.ops.mkldnn._linear_pointwise.default
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = operator(x, packed, bias, "none", [], "")
         return y
+
+    return multiply
+
+
+def _plain_product(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    return multiply
 
 
 class _Joint:
@@ -104,7 +119,7 @@ class _Joint:
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or index not in self._outputs:
             self._input = x
-            y = self.linear(x)
+            y = self.linear.forward(x)  # without the hooks of a module call
             # Slices, as `split` costs more than the small products around it.
             self._outputs = {
                 part: y[..., start:end]
