@@ -428,3 +428,20 @@ def test_the_class_names_in_a_document_exist(path: Path) -> None:
 
 def test_the_names_of_others_are_not_ours() -> None:
     assert set(OTHERS_NAMES) & set(attributes()) == set()
+
+
+def test_tests_and_files_that_the_invariants_name_exist() -> None:
+    text = (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("tests", "src")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    named = re.findall(r"`((?:test|check)_\w+|tests/[\w/]+\.py)`", text)
+
+    assert len(named) > 30
+    for name in named:
+        if name.endswith(".py"):
+            assert (ROOT / name).is_file(), name
+        else:
+            assert f"def {name}(" in sources, name

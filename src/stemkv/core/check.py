@@ -2,7 +2,8 @@
 
 Owns O(n) verifications of every counter and invariant the rest keeps incrementally.
 Raises `InvariantError` naming the first thing that is wrong; changes nothing. Tests
-call it after every operation, operators when in doubt.
+call it after every operation, operators when in doubt. The numbers in brackets are those
+of `docs/invariants.md`.
 """
 
 from __future__ import annotations
