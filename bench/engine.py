@@ -8,8 +8,8 @@ medians are compared, so that a disturbance hits all of them. With
 `STEMKV_VLLM_PYTHON` naming an interpreter that has vLLM, the peer is vLLM on CPU, both
 `enforce_eager` and compiled (its default); without it, plain transformers.
 
-The bars were set with vLLM as its recipe in the project's notes starts it, eager; the
-compiled mode is printed beside it. A decode step is the difference between a call with
+The bars are held against vLLM in eager mode, which executes layer by layer as this
+engine does; the compiled mode, vLLM's default, is printed beside it. A decode step is the difference between a call with
 17 new tokens and one with 1, over 16.
 """
 

@@ -19,7 +19,6 @@ StemKVError
 │   ├── BrokenModel
 │   └── UnsupportedModel
 ├── NumericsError                  the running build cannot keep the promised bits
-├── StepError                      one forward pass failed; its requests end
 └── InvariantError                 our fault: crash loudly, never swallow
     └── DoubleRelease
 ```
@@ -41,7 +40,6 @@ __all__ = [
     "PromptTooLong",
     "RequestError",
     "StemKVError",
-    "StepError",
     "StopInPrompt",
     "TokenOutOfRange",
     "UnsupportedModel",
@@ -109,10 +107,6 @@ class UnsupportedModel(ModelError):
 
 class NumericsError(StemKVError):
     """The running build does not keep the bits that numerics class `exact` promises."""
-
-
-class StepError(StemKVError):
-    """A forward pass failed; the requests in it are aborted, all others go on."""
 
 
 class InvariantError(StemKVError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +100,6 @@ def test_a_view_with_gaps_gives_the_tokens_it_shows() -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint16"])
 def test_numpy_arrays_give_the_same_tokens(dtype: str) -> None:
-    np = pytest.importorskip("numpy")
     values = [0, 1, 5, 200]
 
     assert list(TokenIds.from_buffer(np.array(values, dtype))) == values

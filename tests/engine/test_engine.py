@@ -797,7 +797,7 @@ def test_an_idle_step_is_nothing() -> None:
     engine = engine_of()
     assert engine.step() == ()
     assert engine.drain() == []
-    assert engine.steps == []
+    assert list(engine.steps) == []
 
 
 def test_every_row_that_is_sampled_from_is_seen_once() -> None:

@@ -55,6 +55,9 @@ def demo(
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Arrival order and times.")] = 0,
     kv_tokens: Annotated[int, typer.Option(help="Tokens the cache can hold.")] = 8192,
+    load: Annotated[
+        float, typer.Option(help="Seconds of uncached prefill per second of arrivals.")
+    ] = 2.0,
     json_file: JsonOption = None,
 ) -> None:
     """Serve the worked example without and with reuse and compare every bit."""
@@ -64,7 +67,11 @@ def demo(
 
         console = Console()
         options = DemoOptions(
-            numerics=numerics, num_threads=threads, seed=seed, kv_tokens=kv_tokens
+            numerics=numerics,
+            num_threads=threads,
+            seed=seed,
+            kv_tokens=kv_tokens,
+            load=load,
         )
         loaded = load_with_progress(console, model, dtype)
         is_equal = run_demo(console, loaded, options, json_file)

@@ -164,6 +164,10 @@ class Domain:
     name: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(
+                f"domain name must be text, got {type(self.name).__name__}"
+            )
         if (self.kind is DomainKind.PUBLIC) != (self.name == ""):
             raise ConfigError(
                 f"domain name must be empty for public and non-empty otherwise, "

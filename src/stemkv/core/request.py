@@ -87,6 +87,11 @@ class RequestSpec:
                     f"{field} must be an integer of at least 1, got {value!r}",
                     field=field,
                 )
+        if not isinstance(self.namespace, bytes | None):
+            raise RequestError(
+                f"namespace must be bytes or None, got {type(self.namespace).__name__}",
+                field="namespace",
+            )
         if self.domain == PUBLIC:
             raise RequestError(
                 "domain must be the caller's own; what is public is declared by the "

@@ -235,6 +235,8 @@ class Scheduler:
     def _plan_chunk(self, request: Request, end: int, step: _Step) -> None:
         lease = _lease_of(request)
         start = request.num_computed
+        if end <= start:
+            raise InvariantError(f"request {request.request_id} has nothing to compute")
         num_samples = _num_places(request) if end == request.num_tokens else 0
         step.budget -= end - start
         step.chunks.append(

@@ -32,6 +32,7 @@ class TokenIds:
     __slots__ = ("_buffer",)
 
     def __init__(self, buffer: bytes) -> None:
+        buffer = bytes(buffer)  # free for bytes; anything else could change later
         if len(buffer) % TOKEN_BYTES:
             raise TokenOutOfRange(
                 f"a token buffer holds 4 bytes per token, got {len(buffer)} bytes",

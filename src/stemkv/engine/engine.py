@@ -8,6 +8,7 @@ step is the scheduler's plan.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -52,7 +53,9 @@ from stemkv.engine.threads import default_num_threads
 from stemkv.errors import (
     ConfigError,
     EmptyPrompt,
+    InvariantError,
     NumericsError,
+    RequestError,
     StemKVError,
     StopInPrompt,
 )
@@ -62,6 +65,8 @@ from stemkv.measure.timeline import RequestTimeline
 __all__ = ["Completion", "Engine", "EngineConfig"]
 
 _log = logging.getLogger(__name__)
+
+_MAX_STEP_RECORDS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +142,12 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         self.loaded = loaded
         self.on_logits = on_logits
-        self.steps: list[StepRecord] = []
+        self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEP_RECORDS)  # newest last
         self._clock = clock
         self._live: dict[RequestId, _Live] = {}
         self._ended: list[Completion] = []  # not yet returned by `step`
         self._num_added = 0
+        self._broken_by: str | None = None  # what is impossible happened; see `step`
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         linears = replace_linears(loaded.model)
         numerics = numerics_named(self.config.numerics)
@@ -208,6 +214,11 @@ class Engine:
         tokenizer = self.loaded.tokenizer
         if tokenizer is None:
             raise ConfigError("this engine has no tokenizer; pass TokenIds")
+        if not isinstance(prompt, str | Sequence):
+            raise RequestError(
+                f"prompt must be text or messages, got {type(prompt).__name__}",
+                field="prompt",
+            )
         if not prompt:
             raise EmptyPrompt("prompt is empty; give some text", field="prompt")
         if isinstance(prompt, str):
@@ -258,11 +269,13 @@ class Engine:
             namespace=self.namespace,
             num_samples=params.num_samples,
         )
+        # Last, so that nothing can fail once the scheduler knows the request.
+        live = {
+            child_id(spec.request_id, sample): self._make_live(spec, sample, params)
+            for sample in range(min(params.num_samples, self.config.max_num_running))
+        }
         self.scheduler.add(spec)
-        for sample in range(params.num_samples):
-            self._live[child_id(spec.request_id, sample)] = self._make_live(
-                spec, sample, params
-            )
+        self._live.update(live)
         return spec.request_id
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -279,8 +292,16 @@ class Engine:
 
     def step(self) -> tuple[Completion, ...]:
         """Run one step; return the samples that ended with it."""
+        if self._broken_by is not None:
+            raise InvariantError(
+                f"this engine stopped at a defect ({self._broken_by}); make a new one"
+            )
         if self.scheduler.has_work:
-            self._ended.extend(self._settle(self._run_step()))
+            try:
+                self._ended.extend(self._settle(self._run_step()))
+            except InvariantError as error:
+                self._broken_by = str(error)
+                raise
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
@@ -303,9 +324,9 @@ class Engine:
         ids: list[RequestId] = []
         try:
             for prompt in prompts:
-                tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
+                tokens = prompt if isinstance(prompt, TokenIds) else self.encode(prompt)
                 ids.append(self.add(tokens, params, tenant=tenant))
-        except StemKVError:
+        except BaseException:  # whatever it was, none of ours may stay behind
             for request_id in ids:
                 self.cancel(request_id)
             self._ended = [c for c in self._ended if c.request_id not in ids]
@@ -423,10 +444,22 @@ class Engine:
                 row = logits[chunk.request_id]
                 is_finite = bool(row.isfinite().all())
                 samples[chunk.request_id] = tuple(
-                    self._sample_one(child_id(chunk.request_id, k), row, is_finite)
+                    self._sample_safely(child_id(chunk.request_id, k), row, is_finite)
                     for k in range(chunk.num_samples)
                 )
         return StepResult(samples)
+
+    def _sample_safely(
+        self, sample_id: RequestId, row: torch.Tensor, is_finite: bool
+    ) -> Sample:
+        """Sample, or fail this sample alone: it must not end its batch mates."""
+        try:
+            return self._sample_one(sample_id, row, is_finite)
+        except StemKVError:
+            raise
+        except Exception:
+            _log.exception("request %s cannot be sampled; it is aborted", sample_id)
+            return Sample(0, FinishReason.FAILED)
 
     def _sample_one(
         self, sample_id: RequestId, row: torch.Tensor, is_finite: bool

@@ -136,10 +136,33 @@ def load_model(
         folder = _converted(source, dtype, cache, progress)
     elif not (source / "config.json").is_file():
         raise ModelNotFound(f"model folder {source} has no config.json")
+    name = source.stem if source.is_file() else source.resolve().name
+    try:
+        return _load_folder(folder, source, name, dtype, progress)
+    except BrokenModel:
+        if folder == source:
+            raise
+        # What was kept from an earlier conversion is damaged, not the GGUF file.
+        progress("the converted weights are damaged: converting again")
+        shutil.rmtree(folder)
+        folder = _converted(source, dtype, folder.parent, progress)
+        return _load_folder(folder, source, name, dtype, progress)
+
+
+def _load_folder(
+    folder: Path,
+    source: Path,
+    name: str,
+    dtype: torch.dtype,
+    progress: Callable[[str], None],
+) -> LoadedModel:
+    """Load a transformers folder; errors name `source`, where it came from."""
     AttentionInterface.register(ATTENTION_NAME, attend)
     with _breakage_named(source):
         progress("reading config and tokenizer")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         check_supported(config, str(source))
         progress("loading weights")
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -147,13 +170,15 @@ def load_model(
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
         _check_complete(report)
     with _breakage_named(source, "has no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     progress("hashing weights")
-    name = source.stem if source.is_file() else source.resolve().name
     return _describe(model, name=name, label=str(source), tokenizer=tokenizer)
 
 
@@ -303,6 +328,7 @@ def _convert(
         dtype=dtype,
         quantization_config=GgufConfig(dequantize=True),
         local_files_only=True,
+        trust_remote_code=False,
         output_loading_info=True,
     )
     _check_complete(report)
@@ -313,7 +339,7 @@ def _convert(
     model.save_pretrained(folder)
     progress("converting the tokenizer")
     AutoTokenizer.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, local_files_only=True
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
     ).save_pretrained(folder)
 
 

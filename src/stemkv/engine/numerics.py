@@ -17,7 +17,7 @@ torch 2.13: AMD Zen 4 and Intel Emerald Rapids):
   up to fifteen in float32 with heads of more than 64;
 * R4 padding rows are real copies, never expanded views.
 
-`tolerant` pads nothing; differences are bounded and can be measured, not zero.
+`tolerant` obeys neither R1 nor R3; differences are bounded and can be measured, not zero.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ class ModelRunner:
                 f"with other kinds of layers are not supported yet"
             )
         logits: torch.Tensor = output.logits[0]
+        if len(logits) != len(rows or [0]):
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} returns {len(logits)} rows of logits "
+                f"where {len(rows or [0])} were asked for (`logits_to_keep`)"
+            )
         return logits
 
     def _partial_blocks(self, chunk: Chunk) -> list[int]:

@@ -36,18 +36,21 @@ class SamplingParams:
             _integer_at_least(field, getattr(self, field), 1)
         if self.top_k is not None:
             _integer_at_least("top_k", self.top_k, 1)
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_finite(self.temperature) or self.temperature < 0:
             raise InvalidLimit(
                 f"temperature must be 0 (greedy) or more, got {self.temperature!r}",
                 field="temperature",
             )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidLimit(
                 f"top_p must be a number in (0, 1], got {self.top_p!r}", field="top_p"
             )
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not is_integer or not -(2**63) <= self.seed < 2**64:
             raise InvalidLimit(
-                f"seed must be an integer, got {self.seed!r}", field="seed"
+                f"seed must be an integer of 64 bits, got a {type(self.seed).__name__} "
+                f"that is none",
+                field="seed",
             )
         is_tuple = isinstance(self.stop, tuple)
         if not is_tuple or not all(isinstance(s, str) and s for s in self.stop):
@@ -90,8 +93,14 @@ def choose_token(
     return int(order[drawn])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Whether this is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _integer_at_least(field: str, value: int, minimum: int) -> None:
