@@ -442,3 +442,7 @@ def test_tests_and_files_that_the_invariants_name_exist() -> None:
             assert (ROOT / name).is_file(), name
         else:
             assert f"def {name}(" in sources, name
+
+
+def test_the_readme_holds_no_placeholder() -> None:
+    assert "<!--" not in (ROOT / "README.md").read_text(encoding="utf-8")
