@@ -1015,7 +1015,7 @@ def test_a_request_without_a_namespace_shares_with_nobody() -> None:
     assert lease is not None
 
     assert lease.num_matched_tokens == 0
-    assert not lease.is_sharable
+    assert lease.node is None
     assert cache.publish(lease, tokens("abcdef"), 6, 0.0) == 0
     check_cache(cache, [lease])
     cache.release(lease, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -323,6 +324,31 @@ def test_a_gguf_is_converted_once(
     assert conversions == [torch.float32]
     assert first.weights_digest == second.weights_digest
     assert first.name == "small"
+
+
+def test_a_damaged_conversion_is_made_again(
+    gguf: Path, tmp_path: Path, conversions: list[torch.dtype]
+) -> None:
+    """The GGUF file is sound; telling its owner to fetch it again would not help."""
+    first = load_float32(gguf, cache_dir=tmp_path / CACHE)
+    (kept,) = (tmp_path / CACHE).iterdir()
+    truncate(weights_of(kept))
+
+    second = load_float32(gguf, cache_dir=tmp_path / CACHE)
+
+    assert conversions == [torch.float32, torch.float32]
+    assert first.weights_digest == second.weights_digest
+
+
+def test_a_full_disk_is_not_blamed_on_the_model(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(load, "_convert", convert)
+    with pytest.raises(OSError, match="No space left"):
+        load_float32(gguf, cache_dir=tmp_path / CACHE)
 
 
 def test_a_gguf_is_known_by_its_content_not_by_its_name(

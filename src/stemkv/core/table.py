@@ -118,8 +118,3 @@ class Lease:
         self.copy = copy  # must run before the first step of this lease
         self.copy_source = copy_source  # node of its source, pinned until it has run
         self.is_released = False
-
-    @property
-    def is_sharable(self) -> bool:
-        """Whether this lease may publish."""
-        return self.node is not None

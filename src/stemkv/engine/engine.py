@@ -387,8 +387,7 @@ class Engine:
 
     def _make_kv(self) -> KvMemory:
         loaded = self.loaded
-        per_token = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
-        per_block = per_token * self.config.block_size * loaded.dtype.itemsize
+        per_block = loaded.kv_bytes_per_token * self.config.block_size
         num_blocks = self.config.kv_memory_bytes // per_block
         if num_blocks < 1:
             raise ConfigError(

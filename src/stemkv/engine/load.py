@@ -12,6 +12,7 @@ that looks finished.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -70,6 +71,12 @@ class LoadedModel:
     vocab_size: int
     context_length: int  # tokens
     eos_token_ids: frozenset[int]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV that a token takes, over all layers."""
+        per_layer = 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * per_layer * self.dtype.itemsize
 
 
 def default_dtype() -> torch.dtype:
@@ -385,6 +392,10 @@ def _breakage_named(
         raise
     except MemoryError:
         raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the disk is full: nothing is wrong with the model
+        raise BrokenModel(f"model {source} {complaint} ({error})") from error
     except Exception as error:
         detail = str(error).strip().splitlines() or [""]
         raise BrokenModel(
