@@ -23,12 +23,10 @@ from bench.report import Bar, finish, parser
 from stemkv.core.table import BlockCopy, BlockTable
 from stemkv.core.tokens import TokenIds
 from stemkv.engine import LoadedModel, load_model
-from stemkv.engine.activation import slice_activations
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import replace_linears
 from stemkv.engine.numerics import EXACT, Numerics
 from stemkv.engine.probe import Probe, ProbeSequence
-from stemkv.engine.runner import ModelRunner
+from stemkv.engine.runner import ModelRunner, prepare_model
 
 __all__ = ["SeedResult", "load_for_seeds", "run_seed"]
 
@@ -50,9 +48,7 @@ class SeedResult:
 def load_for_seeds(dtype: torch.dtype) -> LoadedModel:
     """Load the embedded model with its modules replaced, as the engine does."""
     loaded = load_model(dtype=dtype)
-    replace_linears(loaded.model)
-    if dtype == torch.float32:
-        slice_activations(loaded.model)
+    prepare_model(loaded.model, EXACT)
     return loaded
 
 

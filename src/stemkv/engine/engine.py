@@ -39,13 +39,12 @@ from stemkv.core.request import (
 )
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TokenIds
-from stemkv.engine.activation import slice_activations
 from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import LinearFacts, replace_linears
+from stemkv.engine.linear import LinearFacts
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import numerics_named
-from stemkv.engine.runner import ModelRunner
+from stemkv.engine.runner import ModelRunner, prepare_model
 from stemkv.engine.sampling import SamplingParams, choose_token, make_generator
 from stemkv.engine.selftest import check_exact, check_layers
 from stemkv.engine.text import OutputText
@@ -149,10 +148,8 @@ class Engine:
         self._num_added = 0
         self._broken_by: str | None = None  # what is impossible happened; see `step`
         torch.set_num_threads(self.config.num_threads or default_num_threads())
-        linears = replace_linears(loaded.model)
         numerics = numerics_named(self.config.numerics)
-        if loaded.dtype == torch.float32 and numerics.pads_context:
-            slice_activations(loaded.model)
+        linears = prepare_model(loaded.model, numerics)
         self.kv = self._make_kv()
         self._runner = ModelRunner(
             loaded.model,

@@ -11,12 +11,23 @@ from torch import nn
 
 from stemkv.core.plan import Chunk, StepPlan
 from stemkv.core.request import RequestId
+from stemkv.engine.activation import slice_activations
 from stemkv.engine.attention import StepLayout
 from stemkv.engine.kv import KvMemory
+from stemkv.engine.linear import LinearFacts, replace_linears
 from stemkv.engine.numerics import Numerics, fitted
 from stemkv.errors import UnsupportedModel
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "prepare_model"]
+
+
+def prepare_model(model: nn.Module, numerics: Numerics) -> LinearFacts:
+    """Replace the modules that `numerics` asks for, in place; say what was found."""
+    facts = replace_linears(model)
+    is_float32 = next(model.parameters()).dtype == torch.float32
+    if is_float32 and numerics.pads_context:
+        slice_activations(model)
+    return facts
 
 
 class ModelRunner:
