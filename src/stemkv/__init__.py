@@ -15,6 +15,7 @@ from stemkv.core import (
     RequestSpec,
     Scheduler,
     SchedulerConfig,
+    SharingPolicy,
     TokenIds,
 )
 from stemkv.errors import StemKVError
@@ -30,6 +31,7 @@ __all__ = [
     "RequestSpec",
     "Scheduler",
     "SchedulerConfig",
+    "SharingPolicy",
     "StemKVError",
     "TokenIds",
     "__version__",

@@ -13,11 +13,13 @@ StemKVError
 │   ├── PromptTooLong
 │   ├── InvalidLimit
 │   ├── StopInPrompt
-│   └── DuplicateRequest
+│   ├── DuplicateRequest
+│   └── UnknownAdapter
 ├── ModelError                     a model that cannot be loaded or served
 │   ├── ModelNotFound
 │   ├── BrokenModel
-│   └── UnsupportedModel
+│   ├── UnsupportedModel
+│   └── BrokenAdapter
 ├── NumericsError                  the running build cannot keep the promised bits
 └── InvariantError                 our fault: crash loudly, never swallow
     └── DoubleRelease
@@ -27,6 +29,7 @@ StemKVError
 from __future__ import annotations
 
 __all__ = [
+    "BrokenAdapter",
     "BrokenModel",
     "ConfigError",
     "DoubleRelease",
@@ -42,6 +45,7 @@ __all__ = [
     "StemKVError",
     "StopInPrompt",
     "TokenOutOfRange",
+    "UnknownAdapter",
     "UnsupportedModel",
 ]
 
@@ -89,6 +93,10 @@ class DuplicateRequest(RequestError):
     """Another request in flight has the same id."""
 
 
+class UnknownAdapter(RequestError):
+    """The request asks for an adapter that is not loaded."""
+
+
 class ModelError(StemKVError):
     """A model cannot be loaded or served."""
 
@@ -103,6 +111,10 @@ class BrokenModel(ModelError):
 
 class UnsupportedModel(ModelError):
     """The model has a property the engine would compute wrongly, so it refuses."""
+
+
+class BrokenAdapter(ModelError):
+    """An adapter's files are missing, damaged, or do not fit the model."""
 
 
 class NumericsError(StemKVError):

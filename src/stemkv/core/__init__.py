@@ -7,13 +7,15 @@ else's: a driver with tensors and one with a cost model can share these decision
 from stemkv.core.cache import CacheUsage, Peek, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.eviction import EvictionPolicy, Lru
+from stemkv.core.identities import Identities
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
 from stemkv.core.order import AdmissionOrder, Fcfs
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
+from stemkv.core.sharing import Sharing, SharingPolicy
 from stemkv.core.table import BlockCopy, BlockTable, Lease
-from stemkv.core.tokens import TokenIds
+from stemkv.core.tokens import Span, TokenIds
 
 __all__ = [
     "PUBLIC",
@@ -29,6 +31,7 @@ __all__ = [
     "EvictionPolicy",
     "Fcfs",
     "FinishReason",
+    "Identities",
     "Lease",
     "Lru",
     "Peek",
@@ -39,6 +42,9 @@ __all__ = [
     "Sample",
     "Scheduler",
     "SchedulerConfig",
+    "Sharing",
+    "SharingPolicy",
+    "Span",
     "StepPlan",
     "StepResult",
     "TokenIds",

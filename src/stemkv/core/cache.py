@@ -25,11 +25,16 @@ from stemkv.core.events import (
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import BlockCopy, BlockTable, Lease
-from stemkv.core.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
+from stemkv.core.tokens import (
+    TOKEN_BYTES,
+    TokenIds,
+    common_prefix_bytes,
+    end_outside_span,
+)
 from stemkv.core.tree import Match, Node, PartialBlock, PrefixTree
 from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
 
-__all__ = ["CacheUsage", "Peek", "PrefixCache"]
+__all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,17 @@ class CacheUsage:
     peak_active_blocks: int
     num_evicted_blocks: int
     num_published_blocks: int  # blocks that ever became matchable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainUsage:
+    """What one domain has in the tree now; nothing of it tells of other domains.
+
+    Exact counts of published blocks; private blocks of running requests are not in it.
+    """
+
+    num_pinned_blocks: int  # on the path of at least one lease
+    num_cached_blocks: int  # retained for reuse, evictable
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,15 @@ class PrefixCache:
         """Blocks held by at least one lease."""
         return self.pool.num_private + self.tree.num_pinned_blocks
 
+    @property
+    def num_retired_blocks(self) -> int:
+        """Fenced blocks that leases still hold; nobody can match them."""
+        return sum(
+            node.num_blocks
+            for root in self.tree.retired_roots()
+            for node in _descendants(root)
+        )
+
     def usage(self) -> CacheUsage:
         """Return the counts of this moment; pure."""
         return CacheUsage(
@@ -94,6 +119,16 @@ class PrefixCache:
             num_evicted_blocks=self._num_evicted,
             num_published_blocks=self._num_published,
         )
+
+    def usage_of(self, domain: Domain) -> DomainUsage:
+        """Return what a domain has resident; pure, O(nodes of the tree)."""
+        pinned = cached = 0
+        for node in self.tree.nodes():
+            if node.domain == domain and node.ref_count:
+                pinned += node.num_blocks
+            elif node.domain == domain:
+                cached += node.num_blocks
+        return DomainUsage(num_pinned_blocks=pinned, num_cached_blocks=cached)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens`."""
@@ -113,7 +148,7 @@ class PrefixCache:
         if by_block is None:
             return 0
         declared = by_block.get(tokens[: self._block_bytes], ())
-        return max(
+        num_blocks = max(
             (
                 common_prefix_bytes(prefix, 0, tokens, 0, min(len(prefix), len(tokens)))
                 // self._block_bytes
@@ -121,6 +156,7 @@ class PrefixCache:
             ),
             default=0,
         )
+        return self._blocks_outside_span(tokens, num_blocks)
 
     def domain_of_next(self, lease: Lease, index: int) -> Domain | None:
         """Return the domain in which the lease will publish its block `index`.
@@ -147,6 +183,7 @@ class PrefixCache:
         the declaration keep their domain.
         """
         num_blocks = len(prefix) // self.config.block_size
+        num_blocks = self._blocks_outside_span(prefix.buffer, num_blocks)
         if num_blocks:
             whole = prefix.buffer[: num_blocks * self._block_bytes]
             by_block = self._public.setdefault(namespace, {})
@@ -268,10 +305,11 @@ class PrefixCache:
         the tree already holds an equal block, the table takes that one and gives its
         own back, so a prefix is resident once. Returns how many blocks this lease
         added. A lease that shares with nobody, or whose namespace was retired,
-        publishes nothing.
+        publishes nothing. Blocks that end within the first positions of a span wait
+        until enough of the span is computed to tell it from others.
         """
         _check_live(lease)
-        end = num_computed // self.config.block_size
+        end = self._blocks_outside_span(tokens, num_computed // self.config.block_size)
         num_added = 0
         while (start := lease.num_published_blocks) < end:
             domain = self.domain_of_next(lease, start)
@@ -281,6 +319,8 @@ class PrefixCache:
             if domain == PUBLIC and start < lease.num_public_blocks:
                 stop = min(end, lease.num_public_blocks)
             num_added += self._publish_run(lease, domain, tokens, stop, now)
+            if lease.num_published_blocks == start:
+                break  # what is there only looks alike; see `_num_joinable`
         return num_added
 
     def fork(self, lease: Lease, now: float) -> Lease:
@@ -375,7 +415,20 @@ class PrefixCache:
         if namespace is None:
             return Match(None, 0, 0, None)
         limit = len(tokens) // TOKEN_BYTES - 1  # at least one token is computed
-        return self.tree.match(namespace, domain, tokens, limit=limit)
+        match = self.tree.match(namespace, domain, tokens, limit=limit)
+        num_tokens = match.num_blocks * self.config.block_size
+        if match.partial is not None:
+            num_tokens += match.partial.num_tokens
+        end = end_outside_span(tokens, num_tokens)
+        if end < num_tokens:
+            # Too little of a span agrees to say that it is the same one.
+            match = self.tree.match(namespace, domain, tokens, limit=end)
+        return match
+
+    def _blocks_outside_span(self, tokens: bytes, num_blocks: int) -> int:
+        """Return how many of the leading blocks may be published or declared."""
+        size = self.config.block_size
+        return end_outside_span(tokens, num_blocks * size) // size
 
     def _plant(
         self,
@@ -439,7 +492,9 @@ class PrefixCache:
         self, lease: Lease, child: Node, tokens: bytes, begin: int, end: int, now: float
     ) -> None:
         """Take over blocks that somebody published first; give back our own."""
-        num_same = self.tree.common_blocks(child, tokens, begin, end)
+        num_same = self._num_joinable(lease, child, tokens, begin, end)
+        if num_same == 0:
+            return
         if num_same < child.num_blocks:
             child = self._split(child, num_same)
         start = lease.num_published_blocks
@@ -452,6 +507,22 @@ class PrefixCache:
         lease.num_published_blocks = start + num_same
         self.pool.release(own)
         self._note_active()
+
+    def _num_joinable(
+        self, lease: Lease, child: Node, tokens: bytes, begin: int, end: int
+    ) -> int:
+        """Return how many leading blocks of the child are surely the lease's own.
+
+        Equal tokens are, unless they end within the first positions of a span: then
+        only if what follows agrees as well.
+        """
+        num_same = self.tree.common_blocks(child, tokens, begin, end)
+        start = lease.num_published_blocks
+        safe = self._blocks_outside_span(tokens, start + num_same) - start
+        if safe == num_same:
+            return num_same
+        match = self._match(lease.namespace, lease.domain, tokens)
+        return num_same if match.num_blocks >= start + num_same else max(0, safe)
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         upper = self.tree.split(node, num_blocks)

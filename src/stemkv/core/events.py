@@ -23,6 +23,7 @@ __all__ = [
     "RequestFinished",
     "RequestForked",
     "RequestPreempted",
+    "RequestRestarted",
     "TokenSampled",
 ]
 
@@ -84,6 +85,15 @@ class RequestPreempted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRestarted:
+    """A request begins again with its prompt; its output so far does not count."""
+
+    now: float
+    request_id: RequestId
+    num_discarded_tokens: int  # output tokens taken back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForked:
     """A request split into several samples after its prefill."""
 
@@ -115,7 +125,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAborted:
-    """A request ended by cancellation or by a failed step."""
+    """A request ended by cancellation, a failed step or a rollout."""
 
     now: float
     request_id: RequestId
@@ -130,6 +140,7 @@ Event = (
     | RequestAdmitted
     | PrefixAwaited
     | RequestPreempted
+    | RequestRestarted
     | RequestForked
     | TokenSampled
     | RequestFinished

@@ -28,6 +28,8 @@ class Chunk:
     tokens: bytes = field(repr=False)
     block_ids: memoryview  # read-only int32 snapshot, long enough for `end`
     num_samples: int  # output tokens to sample after position end - 1, usually 0 or 1
+    adapter: str | None = None  # which adapter's weights to add, as the request said
+    start_position: int = 0  # what the model takes for the position of token 0
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ waiting ──admit──▶ running ──▶ finished
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType
 
@@ -53,6 +53,7 @@ class FinishReason(Enum):
     STOP_TOKEN = "stop_token"  # an end-of-sequence token
     STOP_STRING = "stop_string"  # one of its stop strings
     CANCELLED = "cancelled"
+    REPLACED = "replaced"  # its model or adapter was replaced while it was in flight
     FAILED = "failed"  # its step failed, or its logits were not finite
 
 
@@ -67,6 +68,8 @@ class RequestSpec:
     domain: Domain
     namespace: bytes | None  # None: shares with nobody, in neither direction
     num_samples: int = 1  # independent continuations of the one prompt
+    adapter: str | None = None  # opaque to the core: what the driver must apply
+    start_position: int = 0  # position of the first token
 
     def __post_init__(self) -> None:
         if not self.request_id or "#" in self.request_id:
@@ -87,6 +90,16 @@ class RequestSpec:
                     f"{field} must be an integer of at least 1, got {value!r}",
                     field=field,
                 )
+        if (
+            not isinstance(self.start_position, int)
+            or isinstance(self.start_position, bool)
+            or self.start_position < 0
+        ):
+            raise InvalidLimit(
+                f"start_position must be an integer of at least 0, "
+                f"got {self.start_position!r}",
+                field="start_position",
+            )
         if not isinstance(self.namespace, bytes | None):
             raise RequestError(
                 f"namespace must be bytes or None, got {type(self.namespace).__name__}",
@@ -124,6 +137,7 @@ class TokenCounts:
     recomputed: int = 0  # tokens computed again because a preemption lost them
     copied: int = 0  # of `reused`, tokens copied out of partly matching blocks
     inherited: int = 0  # prompt tokens a sample got from the request it forked from
+    discarded: int = 0  # tokens reused or computed before a restart, in vain
 
 
 class Request:
@@ -132,10 +146,12 @@ class Request:
     __slots__ = (
         "_buffer",
         "counts",
+        "epoch",
         "finish_reason",
         "first_scheduled_s",
         "is_cancelled",
         "lease",
+        "namespace",
         "num_computed",
         "num_counted",
         "num_preemptions",
@@ -150,6 +166,8 @@ class Request:
     def __init__(self, spec: RequestSpec, sequence_number: int) -> None:
         self.spec = spec
         self.request_id = spec.request_id
+        self.namespace = spec.namespace  # None once it was retired
+        self.epoch = 0  # how many fences were set up when it was added
         self.sample = 0  # which of the prompt's continuations this is
         self.sequence_number = sequence_number  # order of `add`, breaks ties
         self.state = RequestState.WAITING
@@ -207,6 +225,23 @@ class Request:
     def append(self, token: int) -> None:
         """Add an output token."""
         self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+
+    def start_over(
+        self, namespace: bytes | None, adapter: str | None, num_samples: int
+    ) -> None:
+        """Forget everything but the prompt, to be computed again from its start."""
+        counts = self.counts
+        discarded = counts.reused + counts.computed + counts.recomputed
+        self.spec = replace(
+            self.spec, namespace=namespace, adapter=adapter, num_samples=num_samples
+        )
+        self.namespace = namespace
+        self.state = RequestState.WAITING
+        self.num_computed = 0
+        self.num_counted = 0
+        self.num_steps_awaiting = 0
+        self.counts = TokenCounts(discarded=counts.discarded + discarded)
+        self._buffer = self.spec.prompt.buffer
 
     def become_sample(self, parent: Request, sample: int) -> None:
         """Take over the progress of the request whose prefill this one shares."""

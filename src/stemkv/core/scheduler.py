@@ -15,6 +15,9 @@ When a decode needs a block and none is available, the youngest running request 
 preempted: what it computed is published and stays cached, and it comes back to its
 place in the order. The oldest request is never preempted for another, so it always
 ends, and then the next oldest: nobody waits for ever.
+
+A rollout in place divides requests in two: `fence` makes those added from now on wait
+until the driver, once the earlier ones have ended, calls `lift_fence`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from stemkv.core.events import (
     RequestFinished,
     RequestForked,
     RequestPreempted,
+    RequestRestarted,
     TokenSampled,
 )
 from stemkv.core.identity import PUBLIC
@@ -74,6 +78,9 @@ class Scheduler:
         # Samples in flight by the id that was asked for, which they all keep taken.
         self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
+        self._num_fences = 0
+        self._open_epoch = 0  # requests of later epochs wait for `lift_fence`
+        self._num_by_epoch: dict[int, int] = {}  # samples in flight
         self._num_plans = 0
         self._pending: StepPlan | None = None
         self._events: list[Event] = []
@@ -109,6 +116,10 @@ class Scheduler:
         """Return all requests in flight, in the order they were added."""
         return tuple(self._requests.values())
 
+    def num_before(self, epoch: int) -> int:
+        """Return how many samples in flight were added before this epoch began."""
+        return sum(n for each, n in self._num_by_epoch.items() if each < epoch)
+
     # Verbs
 
     def add(self, spec: RequestSpec) -> Request:
@@ -132,30 +143,93 @@ class Scheduler:
             )
         request = Request(spec, self._num_added)
         self._check_size(request)
+        request.epoch = self._num_fences
         self._num_added += 1
         self._take_in(request)
         self._order.add(request)
         return request
 
-    def cancel(self, request_id: RequestId, now: float) -> bool:
+    def cancel(
+        self,
+        request_id: RequestId,
+        now: float,
+        *,
+        reason: FinishReason = FinishReason.CANCELLED,
+    ) -> bool:
         """End a request in whatever state it is; `False` if it has ended already.
 
-        While its step is in flight, the request ends when that step is committed.
+        While its step is in flight, the request ends when that step is committed, as
+        cancelled.
         """
         request = self._requests.get(request_id)
         if request is None or request.is_cancelled:
             return False
         if request.state is not RequestState.RUNNING:
             self._order.remove(request_id)
-            self._abort(request, FinishReason.CANCELLED, now)
+            self._abort(request, reason, now)
         elif self._pending is not None and any(
             chunk.request_id == request_id for chunk in self._pending.chunks
         ):
             request.is_cancelled = True
         else:
             self._stop_running(request, now)
-            self._abort(request, FinishReason.CANCELLED, now)
+            self._abort(request, reason, now)
         return True
+
+    def restart(
+        self,
+        request_id: RequestId,
+        namespace: bytes | None,
+        adapter: str | None,
+        now: float,
+    ) -> None:
+        """Let a request begin again under another namespace, as if just added.
+
+        It keeps its place in the order and its id; output so far is taken back, and a
+        sample that has split off stays one of its own. Not while a step is pending.
+        """
+        self._check_no_pending("restart")
+        request = self._requests[request_id]
+        num_samples = _num_places(request)
+        num_output = request.num_output_tokens
+        if request.state is RequestState.RUNNING:
+            self._stop_running(request, now)
+            self._order.add(request)
+        request.start_over(namespace, adapter, num_samples)
+        self._leave_epoch(request)
+        request.epoch = self._num_fences
+        self._enter_epoch(request)
+        self._events.append(
+            RequestRestarted(
+                now=now, request_id=request_id, num_discarded_tokens=num_output
+            )
+        )
+
+    def fence(self) -> int:
+        """Begin a new epoch: requests added from now on wait for `lift_fence` of it."""
+        self._num_fences += 1
+        return self._num_fences
+
+    def lift_fence(self, epoch: int) -> None:
+        """Let the requests of an epoch start; all earlier ones must have ended."""
+        if self.num_before(epoch) or epoch > self._num_fences:
+            raise InvariantError(
+                f"fence {epoch} lifted with {self.num_before(epoch)} samples of before "
+                f"it in flight, of {self._num_fences} fences"
+            )
+        self._open_epoch = max(self._open_epoch, epoch)
+
+    def retire(self, namespace: bytes, now: float) -> int:
+        """Fence a namespace in the cache, for requests in flight as well.
+
+        They go on with the blocks they hold, match and publish nothing any more, also
+        after a preemption. Returns how many blocks remain until they end.
+        """
+        self._check_no_pending("retire")
+        for request in self._requests.values():
+            if request.namespace == namespace:
+                request.namespace = None
+        return self.cache.retire(namespace, now)
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step; it may be empty when everybody waits or nobody is.
@@ -247,6 +321,8 @@ class Scheduler:
                 tokens=request.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
                 block_ids=lease.table.snapshot(),
                 num_samples=num_samples,
+                adapter=request.spec.adapter,
+                start_position=request.spec.start_position,
             )
         )
 
@@ -294,13 +370,15 @@ class Scheduler:
         for request in self._order.candidates(now):
             if step.budget == 0 or step.has_preempted:
                 return
+            if request.epoch > self._open_epoch:
+                continue  # what it shall run on is not in place yet
             num_places = sum(map(_num_places, self._running)) + _num_places(request)
             if num_places > self.config.max_num_running:
                 return
             if self._awaits_prefix(request, now):
                 continue
             lease = self.cache.acquire(
-                request.spec.namespace,
+                request.namespace,
                 request.spec.domain,
                 request.tokens,
                 num_slots=request.num_tokens,
@@ -342,16 +420,14 @@ class Scheduler:
         Bounded twice: the prefill runs in every step that has budget for it, and after
         `max_steps_awaiting` steps the request stops waiting.
         """
-        if request.spec.namespace is None:
+        if request.namespace is None:
             return False
         if request.num_steps_awaiting >= self.config.max_steps_awaiting:
             return False
         leaders = [r for r in self._running if r.is_prefilling and _publishes(r)]
         if not leaders:
             return False
-        peek = self.cache.peek(
-            request.spec.namespace, request.spec.domain, request.tokens
-        )
+        peek = self.cache.peek(request.namespace, request.spec.domain, request.tokens)
         # The first block that is missing, if a whole block of it may be matched.
         index = peek.num_whole_blocks
         end = (index + 1) * self.cache.config.block_size
@@ -370,7 +446,7 @@ class Scheduler:
     ) -> bool:
         """Whether a running prefill will publish block `index` where we can see it."""
         return (
-            leader.spec.namespace == follower.spec.namespace
+            leader.namespace == follower.namespace
             and leader.num_tokens * TOKEN_BYTES >= len(tokens)
             and leader.num_computed * TOKEN_BYTES < len(tokens)
             and self.cache.domain_of_next(_lease_of(leader), index)
@@ -422,6 +498,8 @@ class Scheduler:
                 replace(request.spec, num_samples=1), request.sequence_number
             )
             child.become_sample(request, index)
+            child.namespace = request.namespace
+            child.epoch = request.epoch
             child.lease = self.cache.fork(_lease_of(request), now)
             self._take_in(child)
             insort(self._running, child, key=_order_key)
@@ -505,13 +583,27 @@ class Scheduler:
         root = request.spec.request_id
         self._requests[request.request_id] = request
         self._num_in_flight[root] = self._num_in_flight.get(root, 0) + 1
+        self._enter_epoch(request)
 
     def _let_go(self, request: Request) -> None:
         root = request.spec.request_id
         del self._requests[request.request_id]
+        self._leave_epoch(request)
         self._num_in_flight[root] -= 1
         if self._num_in_flight[root] == 0:
             del self._num_in_flight[root]
+
+    def _enter_epoch(self, request: Request) -> None:
+        self._num_by_epoch[request.epoch] = self._num_by_epoch.get(request.epoch, 0) + 1
+
+    def _leave_epoch(self, request: Request) -> None:
+        self._num_by_epoch[request.epoch] -= 1
+        if self._num_by_epoch[request.epoch] == 0:
+            del self._num_by_epoch[request.epoch]
+
+    def _check_no_pending(self, verb: str) -> None:
+        if self._pending is not None:
+            raise InvariantError(f"{verb} while step {self._pending.step} is pending")
 
     def _take_pending(self, plan: StepPlan) -> None:
         if self._pending is None or plan.step != self._pending.step:
@@ -522,12 +614,15 @@ class Scheduler:
     def _check_size(self, request: Request) -> None:
         """Refuse what could never run, with the numbers."""
         num_prompt, num_new = request.num_prompt_tokens, request.spec.max_new_tokens
+        start = request.spec.start_position
         limit = self.config.max_request_tokens
-        if limit is not None and num_prompt + num_new > limit:
+        if limit is not None and start + num_prompt + num_new > limit:
+            offset = f"start_position {start} + " if start else ""
             raise PromptTooLong(
-                f"{num_prompt} prompt tokens + max_new_tokens {num_new} exceed the "
-                f"context of {limit} tokens; shorten the prompt by "
-                f"{num_prompt + num_new - limit} tokens or lower max_new_tokens",
+                f"{offset}{num_prompt} prompt tokens + max_new_tokens {num_new} exceed "
+                f"the context of {limit} tokens; shorten the prompt by "
+                f"{start + num_prompt + num_new - limit} tokens or lower "
+                f"max_new_tokens",
                 field="prompt",
             )
         num_blocks = self.cache.num_blocks_for(request.max_tokens)
@@ -567,7 +662,7 @@ def _num_places(request: Request) -> int:
 
 
 def _publishes(request: Request) -> bool:
-    return request.spec.namespace is not None
+    return request.namespace is not None
 
 
 def _order_key(request: Request) -> tuple[float, int, int]:

@@ -1,35 +1,95 @@
 """Token ids of a request as one contiguous int32 buffer, converted once.
 
-Owns the representation (little-endian int32, four bytes per token). Knows nothing of
-vocabularies, tokenizers or blocks. Buffers are what the prefix tree compares: whole
-runs at memory speed, where a list of Python integers costs a hundred times as much.
+Owns the representation (little-endian int32, four bytes per token) and the virtual ids
+that stand for media and embeddings. Knows nothing of vocabularies, tokenizers or
+blocks. Buffers are what the prefix tree compares: whole runs at memory speed, where a
+list of Python integers costs a hundred times as much.
+
+Virtual ids: positions whose input is not a vocabulary token (an image's patches, a
+supplied embedding) carry negative ids, made from a digest of the content. An id is
+`~(start << 30 | bits)`: `start` is 1 at the first position of a span and 0 at the
+others, `bits` are 30 bits of SHAKE-256 over the number of positions and the digest. So
+any 9 leading positions of a span carry 270 bits, more than the digest has, and spans
+delimit themselves. Fewer positions identify nothing: a match, and a publication, may
+not end inside the first 9 positions of a span (`end_outside_span`), and a shorter span
+is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from stemkv.errors import TokenOutOfRange
+from stemkv.errors import RequestError, TokenOutOfRange
 
-__all__ = ["TOKEN_BYTES", "TokenIds", "common_prefix_bytes"]
+__all__ = [
+    "MIN_SPAN_TOKENS",
+    "TOKEN_BYTES",
+    "Span",
+    "TokenIds",
+    "common_prefix_bytes",
+    "end_outside_span",
+]
 
 TOKEN_BYTES = 4
+MIN_SPAN_TOKENS = 9  # 9 x 30 bits hold a digest of 256
+_START = 1 << 30
+_SPAN_MAGIC = b"stemkv-span\0"
 _MAX_TOKEN_ID = 2**31 - 1
 _INTEGER_FORMATS = "hHiIlLqQnN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive positions whose input is not a vocabulary token.
+
+    `digest` is SHA-256 over everything that determines the input vectors: the content,
+    its shape and dtype, how it was decoded. Raises `RequestError` for a digest of
+    another length, so none is ever narrowed, and for a span too short to carry it.
+    """
+
+    digest: bytes
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.digest, bytes) or len(self.digest) != 32:
+            raise RequestError(
+                f"the digest of a span must be 32 bytes of SHA-256, got "
+                f"{self.digest!r:.40}",
+                field="spans",
+            )
+        is_integer = isinstance(self.num_tokens, int)
+        if not is_integer or self.num_tokens < MIN_SPAN_TOKENS:
+            raise RequestError(
+                f"a span must cover at least {MIN_SPAN_TOKENS} positions, so that its "
+                f"ids carry a whole digest, got {self.num_tokens!r}; extend it with "
+                f"its neighbours' embeddings",
+                field="spans",
+            )
+
+    def ids(self) -> bytes:
+        """Return the virtual ids, int32 little-endian."""
+        source = _SPAN_MAGIC + struct.pack(">Q", self.num_tokens) + self.digest
+        stream = hashlib.shake_256(source).digest(TOKEN_BYTES * self.num_tokens)
+        words = struct.unpack(f"<{self.num_tokens}I", stream)
+        bits = [word & (_START - 1) for word in words]
+        bits[0] |= _START
+        return struct.pack(f"<{self.num_tokens}i", *[~each for each in bits])
 
 
 class TokenIds:
     """An immutable run of token ids.
 
     `buffer` is the little-endian int32 encoding; equality and hashing are those of
-    the buffer. Text tokens are never negative: negative int32 values are reserved
-    for virtual ids of media spans.
+    the buffer. Text tokens are never negative: negative int32 values are virtual ids,
+    which only `from_parts` makes, so a caller's numbers can never pose as media.
     """
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "has_spans")
 
     def __init__(self, buffer: bytes) -> None:
         buffer = bytes(buffer)  # free for bytes; anything else could change later
@@ -49,6 +109,22 @@ class TokenIds:
                 field="tokens",
             )
         self._buffer = buffer
+        self.has_spans = False
+
+    @classmethod
+    def from_parts(cls, parts: Iterable[TokenIds | Span]) -> TokenIds:
+        """Join text tokens and spans in the order given."""
+        result = cls(b"")
+        buffers = []
+        for part in parts:
+            if isinstance(part, Span):
+                buffers.append(part.ids())
+                result.has_spans = True
+            else:
+                buffers.append(part.buffer)
+                result.has_spans |= part.has_spans
+        result._buffer = b"".join(buffers)
+        return result
 
     @classmethod
     def from_ids(cls, ids: Iterable[int]) -> TokenIds:
@@ -118,6 +194,23 @@ class TokenIds:
     def __repr__(self) -> str:
         # The count only: prompts must not reach logs through a representation.
         return f"TokenIds(<{len(self)} tokens>)"
+
+
+def end_outside_span(tokens: bytes, num_tokens: int) -> int:
+    """Return the last position up to `num_tokens` at which a match may end.
+
+    That is `num_tokens` itself, unless it lies inside the first positions of a span,
+    too few to tell its content: then it is where the span starts. O(1).
+    """
+    first = max(0, num_tokens - MIN_SPAN_TOKENS + 1)
+    window = tokens[first * TOKEN_BYTES : num_tokens * TOKEN_BYTES]
+    if window[3::TOKEN_BYTES].isascii():  # no sign bit: text only
+        return num_tokens
+    ids = memoryview(_to_native(window)).cast("i")
+    for index in range(len(ids) - 1, -1, -1):
+        if ids[index] < 0 and ~ids[index] & _START:
+            return first + index
+    return num_tokens
 
 
 def common_prefix_bytes(
