@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.report import Bar, finish, parser, pin_to_one_core
-from stemkv.core import CacheConfig, Domain, Lru, PrefixCache, TokenIds
+from stemkv.core import (
+    CacheConfig,
+    ComputeIdentity,
+    Domain,
+    Identities,
+    Lru,
+    PrefixCache,
+    Sharing,
+    SharingPolicy,
+    TokenIds,
+)
 from stemkv.core.tokens import TOKEN_BYTES
 
 BLOCK_SIZE = 16
@@ -63,6 +73,7 @@ def main() -> int:
     bars += measure_scaling(repeats)
     bars += measure_eviction(repeats // 4)
     bars += measure_depth(repeats // 4)
+    bars += measure_identity(repeats)
     bars += measure_memory()
     bars += compare_with_vllm(bars, facts, repeats // 8)
     return finish("bench.index: prefix hits", bars, options, facts=facts)
@@ -106,6 +117,68 @@ def measure_prefixes(repeats: int) -> list[Bar]:
         microseconds("match, 50 distinct prefixes", peeks),
         microseconds("admission, 50 distinct prefixes", cycles),
     ]
+
+
+def measure_identity(repeats: int) -> list[Bar]:
+    """What finding a request's namespace and domain adds to its admission."""
+    policy = SharingPolicy(
+        groups={
+            f"group-{g}": {f"tenant-{g}-{t}" for t in range(50)} for g in range(20)
+        },
+        classes={"chat": Sharing.GROUP},
+    )
+    identities = Identities(identity())
+    for adapter in range(8):
+        identities.load(f"adapter-{adapter}", bytes([adapter] * 32), 1.0)
+    requests = [
+        (f"tenant-{i % 20}-{i % 50}", f"adapter-{i % 8}") for i in range(repeats)
+    ]
+
+    def look_up(request: tuple[str, str]) -> object:
+        tenant, adapter = request
+        return (
+            policy.domain(tenant, "chat"),
+            identities.adapter(adapter).version,
+            identities.namespace(adapter),
+        )
+
+    encodings = [
+        time_call(lambda adapter: identities.identity(adapter).namespace(), "adapter-0")
+        for _ in range(64)
+    ]
+    times = [time_call(look_up, request) for request in requests]
+    return [
+        microseconds("identity of a request (domain, namespace)", times, limit=5),
+        microseconds("  naming a namespace the first time", encodings),
+    ]
+
+
+def identity() -> ComputeIdentity:
+    """Return an identity with every fact known."""
+    return ComputeIdentity(
+        model_architecture="LlamaForCausalLM",
+        weights_digest=bytes(32),
+        weights_generation=0,
+        adapter_digest=None,
+        adapter_scale=None,
+        adapter_generation=None,
+        position_scheme="{}",
+        start_position=0,
+        mask_rule="causal",
+        attention_window=None,
+        kv_dtype="bfloat16",
+        kv_scales_digest=None,
+        kv_layout="block,slot,head,dim",
+        block_size=BLOCK_SIZE,
+        parallel_layout="single",
+        tokenizer_digest=None,
+        chat_template_digest=None,
+        tool_schema_version=None,
+        media_preprocessing_version=None,
+        numerics_class="exact",
+        numerics_tile=64,
+        engine_build="bench",
+    )
 
 
 def measure_scaling(repeats: int) -> list[Bar]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -68,6 +70,22 @@ MUTATIONS: dict[str, Any] = {
 # sha256 of `build_identity().encode()`. It changes only with SCHEMA_VERSION: whoever
 # has to touch it silently disowns every key that was ever exported.
 GOLDEN_DIGEST = "8578e605949e89829124d94d76d7b259231211ca1593b408e1a43dcf10ac04f5"
+
+
+TESTS = Path(__file__).parents[1]
+VECTORS = json.loads(
+    (TESTS / "core" / "golden_identities.json").read_text(encoding="utf-8")
+)
+PAGE = (TESTS.parent / "docs" / "identity.md").read_text(encoding="utf-8")
+
+# How the page and the file of vectors call the types of Python.
+TYPE_WORDS = {
+    "None": "none",
+    "bytes": "bytes",
+    "str": "text",
+    "int": "integer",
+    "float": "float",
+}
 
 
 def known(value: object) -> tuple[str, object]:
@@ -152,6 +170,67 @@ def test_every_process_gives_the_same_namespace(hash_seed: str) -> None:
     )
 
     assert printed.stdout.strip() == GOLDEN_DIGEST
+
+
+def typed(fact: dict[str, Any]) -> object:
+    """A value of a golden vector."""
+    match fact["type"]:
+        case "none":
+            return None
+        case "bytes":
+            return bytes.fromhex(fact["value"])
+        case "text" | "integer" | "float" as word:
+            assert TYPE_WORDS[type(fact["value"]).__name__] == word
+            return fact["value"]
+    raise AssertionError(f"{fact['type']} is no type")
+
+
+@pytest.mark.parametrize("vector", VECTORS["vectors"], ids=lambda v: v["name"])
+def test_code_page_and_file_agree_on_the_golden_vectors(vector: dict[str, Any]) -> None:
+    values = {name: typed(fact) for name, fact in vector["fields"].items()}
+    identity = ComputeIdentity(**values)
+    encoded = bytes.fromhex(vector["encoding"])
+
+    assert VECTORS["schema_version"] == SCHEMA_VERSION
+    assert list(values) == list(FIELD_TAGS)
+    assert identity.encode() == encoded
+    assert identity.namespace() == bytes.fromhex(vector["sha256"])
+    assert hashlib.sha256(encoded).hexdigest() == vector["sha256"]
+    version, read = decode(encoded)
+    assert version == SCHEMA_VERSION
+    assert {tag: known(value) for tag, value in read.items()} == {
+        FIELD_TAGS[name]: known(value) for name, value in values.items()
+    }
+
+    title = vector["name"][0].upper() + vector["name"][1:]
+    _, _, rest = PAGE.partition(f"\n### {title}\n")
+    shown = re.match(
+        r"\s*(\d+) bytes, SHA-256 `([0-9a-f]+)`\.\s*```hex\n([0-9a-f\n]+)```", rest
+    )
+    assert shown is not None, f"the page has no vector {title}"
+    num_bytes, digest, lines = shown.groups()
+    assert (int(num_bytes), digest) == (len(encoded), vector["sha256"])
+    assert lines.replace("\n", "") == vector["encoding"]
+
+
+def test_the_golden_vectors_cover_what_can_be_got_wrong() -> None:
+    vectors = [v["fields"] for v in VECTORS["vectors"]]
+    everything = [fact for fields in vectors for fact in fields.values()]
+
+    assert {fact["type"] for fact in everything} == set(TYPE_WORDS.values())
+    assert "none" not in {fact["type"] for fact in vectors[0].values()}
+    nones = {name for name, fact in vectors[1].items() if fact["type"] == "none"}
+    assert nones == set(OPTIONAL)
+    assert any(not str(fact.get("value", "")).isascii() for fact in vectors[2].values())
+    assert len(re.findall("^### ", PAGE, re.M)) == len(vectors)
+    assert vectors[0] == {
+        name: {
+            "type": TYPE_WORDS[type(value).__name__],
+            "value": value.hex() if isinstance(value, bytes) else value,
+        }
+        for name in FIELDS
+        for value in [getattr(build_identity(), name)]
+    }
 
 
 @given(identities())
@@ -254,6 +333,26 @@ def test_every_field_has_a_mutation() -> None:
     assert set(MUTATIONS) == set(FIELDS) == set(FIELD_TAGS)
     for name, value in MUTATIONS.items():
         assert known(getattr(base, name)) != known(value)
+
+
+def test_every_field_has_a_row_on_the_page() -> None:
+    """Tag, name and type, and with what the engine fills it and why."""
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| ([^|]+) \|(.*)\|$", PAGE, re.M)
+    expected = []
+    for name, tag in FIELD_TAGS.items():
+        parts = [part.strip() for part in FIELDS[name].split("|")]
+        words = [TYPE_WORDS[part] for part in parts if part != "Unknown"]
+        expected.append((str(tag), name, " or ".join(words)))
+
+    assert [row[:3] for row in rows] == expected
+    for _, name, _, rest in rows:
+        source, reason = (cell.strip() for cell in rest.split(" | "))
+        assert len(source) > 5, name
+        assert len(reason) > 20, name
+
+
+def test_the_page_describes_this_version() -> None:
+    assert f"Schema version {SCHEMA_VERSION}, integers big-endian:" in PAGE
 
 
 def assert_a_miss(changes: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def assert_agreement(served: Served, loaded: LoadedModel) -> None:
 def assert_idle(engine: Engine) -> None:
     """Nobody is in flight, and nothing of anybody is left but what may be reused."""
     assert not engine.has_work
-    assert engine._live == {}
+    assert len(engine._samples) == 0
     assert engine._ended == []
     check_scheduler(engine.scheduler)
     usage = engine.usage()

@@ -12,18 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from stemkv.core import UNKNOWN, ComputeIdentity
 from stemkv.engine import Engine, wrap_model
 from stemkv.engine.linear import replace_linears
 from stemkv.errors import UnsupportedModel
-from tests.engine.models import build_engine, build_model, randomise, tiny, tiny_once
+from tests.engine.models import (
+    ByteTokenizer,
+    build_engine,
+    build_model,
+    randomise,
+    tiny,
+    tiny_once,
+)
 
 BASE = ("llama-group1", torch.float32)
 
@@ -100,6 +110,51 @@ def test_dtype_and_weights_change_the_identity() -> None:
     assert {"kv_dtype", "weights_digest"} <= differing(base, half)
     other = build_engine(tiny(*BASE, seed=1)).identity
     assert differing(base, other) == {"weights_digest"}
+
+
+def test_one_changed_tensor_changes_its_leaf_and_the_identity() -> None:
+    loaded = tiny(*BASE)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    model = deepcopy(loaded.model)
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] += 1
+    changed = wrap_model(model, name=loaded.name)
+    leaves = [(n, d) for n, d in changed.tensor_digests.items()]
+    assert [n for n, d in leaves if loaded.tensor_digests[n] != d] == [name]
+    one, other = build_engine(loaded).identity, build_engine(changed).identity
+    assert differing(one, other) == {"weights_digest"}
+
+
+def words(*texts: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token=texts[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_tokenizer_and_template_are_part_of_the_identity() -> None:
+    def of(tokenizer: Any) -> ComputeIdentity:
+        model = build_model(*BASE)
+        loaded = wrap_model(model, name="x", tokenizer=tokenizer)
+        return build_engine(loaded).identity
+
+    base = of(words("a", "b", template="{{ messages }}"))
+    assert base.unknown_fields() == ()
+    assert base == of(words("a", "b", template="{{ messages }}"))
+    assert differing(base, of(words("b", "a", template="{{ messages }}"))) == {
+        "tokenizer_digest"
+    }
+    assert differing(base, of(words("a", "b"))) == {"chat_template_digest"}
+    assert differing(base, of(None)) == {"tokenizer_digest", "chat_template_digest"}
+
+
+def test_a_tokenizer_of_an_unknown_kind_does_not_stop_sharing() -> None:
+    """Keys are made from token ids, so what is above them cannot change KV."""
+    loaded = wrap_model(build_model(*BASE), name="x", tokenizer=ByteTokenizer())
+    engine = build_engine(loaded)
+    assert engine.identity.tokenizer_digest is None
+    assert engine.namespace == build_engine(tiny_once(*BASE)).namespace
 
 
 def test_an_engine_that_reuses_nothing_has_no_namespace() -> None:

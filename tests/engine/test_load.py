@@ -64,6 +64,11 @@ def weights_of(folder: Path) -> Path:
     return path
 
 
+def conversions_in(cache: Path) -> list[Path]:
+    """What was kept of GGUF files; digests of them may lie beside it."""
+    return [path for path in cache.iterdir() if path.name != "digests"]
+
+
 def load_float32(path: Path, **options: Any) -> LoadedModel:
     return load_model(path, dtype=torch.float32, **options)
 
@@ -107,9 +112,9 @@ def test_the_digest_sees_one_changed_weight(saved: Path, folder: Path) -> None:
     assert after.weights_digest != before.weights_digest
 
 
-def test_stages_are_told_in_order(saved: Path) -> None:
+def test_stages_are_told_in_order(folder: Path) -> None:
     stages: list[str] = []
-    load_float32(saved, progress=stages.append)
+    load_float32(folder, progress=stages.append)
     assert stages == [
         "reading config and tokenizer",
         "loading weights",
@@ -283,7 +288,7 @@ def test_a_gguf_of_nonsense_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
     path.write_bytes(b"GGUF" + bytes(range(256)) * 8)
     with pytest.raises(BrokenModel, match=str(path)):
         load_model(path, cache_dir=tmp_path / CACHE)
-    assert list((tmp_path / CACHE).iterdir()) == []
+    assert conversions_in(tmp_path / CACHE) == []
 
 
 @pytest.mark.model
@@ -293,7 +298,7 @@ def test_a_gguf_cut_in_half_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
     truncate(path)
     with pytest.raises(BrokenModel, match=rf"{path} cannot be loaded .*incomplete"):
         load_model(path, cache_dir=tmp_path / CACHE)
-    assert list((tmp_path / CACHE).iterdir()) == []
+    assert conversions_in(tmp_path / CACHE) == []
 
 
 @pytest.fixture
@@ -331,7 +336,7 @@ def test_a_damaged_conversion_is_made_again(
 ) -> None:
     """The GGUF file is sound; telling its owner to fetch it again would not help."""
     first = load_float32(gguf, cache_dir=tmp_path / CACHE)
-    (kept,) = (tmp_path / CACHE).iterdir()
+    (kept,) = conversions_in(tmp_path / CACHE)
     truncate(weights_of(kept))
 
     second = load_float32(gguf, cache_dir=tmp_path / CACHE)
@@ -382,7 +387,7 @@ def test_converted_weights_are_kept_under_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert default_cache_dir() == tmp_path / "cache/stemkv/models"
     load_float32(gguf)
-    (kept,) = default_cache_dir().iterdir()
+    (kept,) = conversions_in(default_cache_dir())
     assert (kept / "config.json").is_file()
 
 
@@ -405,7 +410,7 @@ def test_an_interrupted_conversion_leaves_nothing_half_made(
     monkeypatch.setattr(load, "_convert", interrupted)
     with pytest.raises((type(interruption), BrokenModel)):
         load_float32(gguf, cache_dir=tmp_path / CACHE)
-    assert list((tmp_path / CACHE).iterdir()) == []
+    assert conversions_in(tmp_path / CACHE) == []
 
     monkeypatch.setattr(load, "_convert", convert)
     load_float32(gguf, cache_dir=tmp_path / CACHE)
@@ -428,7 +433,7 @@ def test_whoever_finishes_a_conversion_second_takes_the_first(
     monkeypatch.setattr(load, "_convert", overtaken)
     load_float32(gguf, cache_dir=tmp_path / CACHE)
     assert len(conversions) == 2
-    assert len(list((tmp_path / CACHE).iterdir())) == 1
+    assert len(conversions_in(tmp_path / CACHE)) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_named(

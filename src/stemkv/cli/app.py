@@ -1,21 +1,26 @@
 """The commands and their options.
 
 Owns names, help texts and the mapping of errors to exit codes: 0 fine, 1 a promise
-does not hold, 2 the call was wrong or cannot be served.
+does not hold, 2 the call was wrong or cannot be served, 3 it cannot be decided.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from stemkv.errors import StemKVError
+from stemkv.cli.audit_commands import audit
+from stemkv.cli.options import (
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    NumericsOption,
+    ThreadsOption,
+    errors_explained,
+)
 
 __all__ = ["app"]
 
@@ -28,18 +33,7 @@ app = typer.Typer(
     help="Compute every shared prompt prefix once, safely and exactly.",
 )
 
-ModelOption = Annotated[
-    Path | None,
-    typer.Option("--model", help="Model folder or .gguf file [default: embedded]."),
-]
-DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
-NumericsOption = Annotated[str, typer.Option(help="exact or tolerant.")]
-ThreadsOption = Annotated[
-    int | None, typer.Option(help="Tensor threads [default: usable cores - 1].")
-]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the numbers to this file.")
-]
+app.add_typer(audit, name="audit")
 
 
 @app.callback()
@@ -61,7 +55,7 @@ def demo(
     json_file: JsonOption = None,
 ) -> None:
     """Serve the worked example without and with reuse and compare every bit."""
-    with _errors_explained():
+    with errors_explained():
         from stemkv.cli.demo import DemoOptions, run_demo
         from stemkv.cli.loading import load_with_progress
 
@@ -95,6 +89,17 @@ def generate(
         bool, typer.Option(help="Accept a stop text that occurs in the prompt.")
     ] = False,
     chat: Annotated[bool, typer.Option(help="Apply the chat template.")] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of a LoRA adapter (PEFT format).")
+    ] = None,
+    adapter_scale: Annotated[float, typer.Option(help="Of the adapter.")] = 1.0,
+    settings: Annotated[
+        Path | None, typer.Option(help="TOML file: who shares, what is public.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Who asks.")] = "default",
+    request_class: Annotated[
+        str | None, typer.Option(help="Class of the requests, as in the settings.")
+    ] = None,
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     numerics: NumericsOption = "exact",
@@ -102,9 +107,10 @@ def generate(
     json_file: JsonOption = None,
 ) -> None:
     """Continue prompts; print completions, cached tokens and TTFT."""
-    with _errors_explained():
-        from stemkv.cli.generate import run_generate
+    with errors_explained():
+        from stemkv.cli.generate import GenerateOptions, run_generate
         from stemkv.cli.loading import load_with_progress
+        from stemkv.cli.settings import Settings, read_settings
         from stemkv.engine import EngineConfig, SamplingParams
 
         console = Console()
@@ -119,33 +125,65 @@ def generate(
             allows_stop_in_prompt=allow_stop_in_prompt,
         )
         config = EngineConfig(numerics=numerics, num_threads=threads)
+        options = GenerateOptions(
+            prompts=prompt,
+            is_chat=chat,
+            tenant=tenant,
+            request_class=request_class,
+            adapter=adapter,
+            adapter_scale=adapter_scale,
+        )
+        # Before the model: a mistake in the file shows at once.
+        read = Settings() if settings is None else read_settings(settings)
         loaded = load_with_progress(console, model, dtype)
         run_generate(
             console,
             loaded,
             config,
             params,
-            prompts=prompt,
-            is_chat=chat,
+            options,
+            settings=read,
             json_file=json_file,
         )
 
 
-@contextmanager
-def _errors_explained() -> Iterator[None]:
-    """Print what StemKV or a missing extra says, without a traceback."""
-    try:
-        yield
-    except StemKVError as error:
-        _fail(f"{type(error).__name__}: {error}")
-    except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename or ''}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("stemkv"):
-            raise
-        _fail(f"{error.name} is missing; install: pip install 'stemkv[cli,engine]'")
+@app.command()
+def identity(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="Model folder or .gguf file [default: embedded]."),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of a LoRA adapter.")
+    ] = None,
+    adapter_scale: Annotated[
+        float | None, typer.Option(help="Of the adapter [default: 1.0].")
+    ] = None,
+    numerics: NumericsOption = "exact",
+    dtype: DtypeOption = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    start_position: Annotated[
+        int, typer.Option(help="Position of the first token.")
+    ] = 0,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Hash everything anew.")
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write JSON to this file; - is standard output."),
+    ] = None,
+) -> None:
+    """Print what must be equal before KV is shared, its encoding and its name."""
+    with errors_explained():
+        from stemkv.cli.identity import IdentityOptions, run_identity
 
-
-def _fail(message: str) -> None:
-    print(f"stemkv: {message}", file=sys.stderr)
-    raise typer.Exit(2)
+        options = IdentityOptions(
+            dtype=dtype,
+            numerics=numerics,
+            block_size=block_size,
+            start_position=start_position,
+            adapter=adapter,
+            adapter_scale=adapter_scale,
+            trusts_digest_record=not recompute,
+        )
+        run_identity(model, options, json_file)

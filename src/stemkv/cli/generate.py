@@ -7,15 +7,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
+from stemkv.cli.settings import PublicPrefix, Settings
+from stemkv.core.tokens import TokenIds
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
 
-__all__ = ["run_generate"]
+__all__ = ["GenerateOptions", "run_generate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """Who asks, for what, and how the prompts are written."""
+
+    prompts: Sequence[str]
+    is_chat: bool = False
+    tenant: str = "default"
+    request_class: str | None = None
+    adapter: Path | None = None  # folder of a LoRA adapter for all prompts
+    adapter_scale: float = 1.0
 
 
 def run_generate(
@@ -23,18 +38,37 @@ def run_generate(
     loaded: LoadedModel,
     config: EngineConfig,
     params: SamplingParams,
+    options: GenerateOptions,
     *,
-    prompts: Sequence[str],
-    is_chat: bool,
+    settings: Settings,
     json_file: Path | None,
 ) -> None:
     """Continue all prompts in one batch; raises what the engine raises."""
-    engine = Engine(loaded, config)
+    engine = Engine(loaded, replace(config, sharing=settings.sharing))
+    for prefix in settings.public:
+        num_blocks = engine.declare_public(_public_tokens(engine, prefix))
+        console.print(
+            f"public: {prefix.name}, {num_blocks} blocks", markup=False, style="dim"
+        )
+    adapter = None
+    if options.adapter is not None:
+        adapter = options.adapter.name
+        engine.load_adapter(adapter, options.adapter, scale=options.adapter_scale)
+    prompts, is_chat = options.prompts, options.is_chat
     encoded = [
         engine.encode([{"role": "user", "content": p}] if is_chat and p else p)
         for p in prompts
     ]
-    ids = [engine.add(tokens, params) for tokens in encoded]
+    ids = [
+        engine.add(
+            tokens,
+            params,
+            tenant=options.tenant,
+            request_class=options.request_class,
+            adapter=adapter,
+        )
+        for tokens in encoded
+    ]
     completions = _drain(console, engine, len(ids) * params.num_samples)
     rank = {request_id: index for index, request_id in enumerate(ids)}
     completions.sort(key=lambda c: (rank[c.request_id], c.sample))
@@ -46,6 +80,16 @@ def run_generate(
         _print(console, row, params.num_samples)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+
+
+def _public_tokens(engine: Engine, prefix: PublicPrefix) -> TokenIds:
+    """Turn what the operator wrote into the exact tokens that requests begin with."""
+    if prefix.token_ids is not None:
+        return prefix.token_ids
+    if prefix.messages is not None:
+        return engine.encode(prefix.messages, is_answer_next=False)
+    assert prefix.text is not None, "a public prefix has exactly one source"
+    return engine.encode(prefix.text)
 
 
 def _drain(console: Console, engine: Engine, num_expected: int) -> list[Completion]:

@@ -3,15 +3,22 @@
 Needs the extra `engine` (torch, transformers).
 """
 
-from stemkv.engine.engine import Completion, Engine, EngineConfig
+from stemkv.engine.config import EngineConfig
+from stemkv.engine.embedding import EmbeddedPrompt
+from stemkv.engine.engine import Engine, ResetReport
 from stemkv.engine.load import LoadedModel, load_model, wrap_model
+from stemkv.engine.rollout import InFlight
+from stemkv.engine.samples import Completion
 from stemkv.engine.sampling import SamplingParams
 
 __all__ = [
     "Completion",
+    "EmbeddedPrompt",
     "Engine",
     "EngineConfig",
+    "InFlight",
     "LoadedModel",
+    "ResetReport",
     "SamplingParams",
     "load_model",
     "wrap_model",

@@ -1,54 +1,54 @@
 """The engine: prompts in, tokens out, prefixes computed once.
 
-Owns the wiring of core and tensors and what belongs to a request outside the core:
-sampling parameters, text, timeline. Knows nothing of HTTP, and decides nothing: every
-step is the scheduler's plan.
+Owns the wiring of core and tensors, and the order in which a rollout does its things:
+the generation first, then the fence, then the tensors. Knows nothing of HTTP, and
+decides nothing: every step is the scheduler's plan.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from stemkv.core.cache import CacheUsage, PrefixCache
+from stemkv.core.cache import CacheUsage, DomainUsage, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.events import (
-    Event,
-    RequestAborted,
-    RequestAdmitted,
-    RequestFinished,
-    RequestForked,
-    TokenSampled,
-)
+from stemkv.core.events import Event
 from stemkv.core.eviction import Lru
+from stemkv.core.identities import Identities, LoadedAdapter
 from stemkv.core.identity import ComputeIdentity, Domain
 from stemkv.core.order import Fcfs
-from stemkv.core.plan import Sample, StepPlan, StepResult
-from stemkv.core.request import (
-    FinishReason,
-    RequestId,
-    RequestSpec,
-    TokenCounts,
-    child_id,
-)
+from stemkv.core.plan import StepPlan
+from stemkv.core.request import FinishReason, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
+from stemkv.core.sharing import SharingPolicy
 from stemkv.core.tokens import TokenIds
+from stemkv.engine.adapter import read_adapter
+from stemkv.engine.config import EngineConfig
+from stemkv.engine.digest import combine
+from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import LinearFacts
+from stemkv.engine.linear import LinearPlace, linear_places
 from stemkv.engine.load import LoadedModel
-from stemkv.engine.numerics import numerics_named
+from stemkv.engine.lora import Lora, Verdicts, check_scale
+from stemkv.engine.numerics import Numerics, numerics_named
+from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
+from stemkv.engine.rollout import InFlight, Rollouts
 from stemkv.engine.runner import ModelRunner, prepare_model
-from stemkv.engine.sampling import SamplingParams, choose_token, make_generator
+from stemkv.engine.samples import Completion, LiveSample, LiveSamples
+from stemkv.engine.sampling import SamplingParams
 from stemkv.engine.selftest import check_exact, check_layers
-from stemkv.engine.text import OutputText
 from stemkv.engine.threads import default_num_threads
+from stemkv.engine.weights import WeightUpdate
 from stemkv.errors import (
     ConfigError,
     EmptyPrompt,
@@ -59,9 +59,8 @@ from stemkv.errors import (
     StopInPrompt,
 )
 from stemkv.measure.steps import StepRecord
-from stemkv.measure.timeline import RequestTimeline
 
-__all__ = ["Completion", "Engine", "EngineConfig"]
+__all__ = ["Engine", "ResetReport"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,65 +68,27 @@ _MAX_STEP_RECORDS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How an engine serves; what it serves is the loaded model's matter."""
+class ResetReport:
+    """What `Engine.reset` did. Exact counts.
 
-    numerics: str = "exact"
-    kv_memory_bytes: int = 1 << 30
-    block_size: int = 16  # tokens
-    token_budget: int = 512  # most tokens in one step
-    max_num_running: int = 64
-    reuses_prefixes: bool = True
-    num_threads: int | None = None  # None: usable cores less one
-    runs_self_test: bool = True
+    `num_remaining_blocks` cannot be matched any more either: requests in flight hold
+    them, and they are freed as those end.
+    """
 
-    def __post_init__(self) -> None:
-        numerics_named(self.numerics)
-        for name in ("kv_memory_bytes", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One finished continuation of one request."""
-
-    request_id: RequestId  # of the request, not of the sample
-    sample: int  # 0 … num_samples - 1
-    text: str  # "" if the engine has no tokenizer
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    counts: TokenCounts
-    num_preemptions: int
-    timeline: RequestTimeline
-
-
-@dataclass(slots=True)
-class _Live:
-    """What the engine keeps of one sample in flight."""
-
-    request_id: RequestId
-    sample: int
-    params: SamplingParams
-    generator: torch.Generator
-    text: OutputText | None
-    timeline: RequestTimeline
-    is_in_core: bool  # whether the scheduler knows this sample by its own id yet
-    token_ids: list[int] = field(default_factory=list)
+    num_freed_blocks: int
+    num_remaining_blocks: int
 
 
 class Engine:
-    """Serves one model.
+    """Serves one model, with any number of adapters.
 
     Takes ownership of `loaded.model`: its linears are packed in place. `clock` gives
     seconds and must not go back; `on_logits(request id of the sample, output index,
-    logits row)` sees every row that is sampled from, before it is.
+    logits row)` sees every row that is sampled from, before it is, and `on_event`
+    every event of the core, in order.
 
-    Not safe for use by several threads at once.
+    Not safe for use by several threads at once, and nothing but `on_logits` and
+    `on_event` may be called while `step` runs.
     """
 
     def __init__(
@@ -137,39 +98,34 @@ class Engine:
         *,
         clock: Callable[[], float] = monotonic,
         on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
         self.loaded = loaded
         self.on_logits = on_logits
+        self.on_event = on_event
         self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEP_RECORDS)  # newest last
         self._clock = clock
-        self._live: dict[RequestId, _Live] = {}
+        self._samples = LiveSamples(loaded)
         self._ended: list[Completion] = []  # not yet returned by `step`
-        self._num_added = 0
+        self._num_added: dict[str, int] = {}  # by tenant: ids tell nobody of others
         self._broken_by: str | None = None  # what is impossible happened; see `step`
+        self._sharing = self.config.sharing
+        self._public: list[TokenIds] = []
+        self._declared: set[bytes] = set()  # namespaces that know `_public`
+        self._adapter_sources: dict[str, Path] = {}
+        self._loras: dict[str, Lora] = {}  # by version, kept while anybody needs it
+        self._verdicts: Verdicts = {}
+        self._tensor_digests = dict(loaded.tensor_digests)
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         numerics = numerics_named(self.config.numerics)
-        linears = prepare_model(loaded.model, numerics)
+        self._linears = prepare_model(loaded.model, numerics)
         self.kv = self._make_kv()
-        self._runner = ModelRunner(
-            loaded.model,
-            self.kv,
-            numerics,
-            num_query_heads=loaded.num_query_heads,
-        )
+        self._runner = self._make_runner(numerics)
         if self.config.runs_self_test:
             check_layers(self._runner, loaded.vocab_size)
-        if numerics.pads_context:
-            self._check_exact(linears)
-        self.identity: ComputeIdentity = identify(
-            loaded,
-            numerics,
-            block_size=self.config.block_size,
-            is_packed=linears.is_packed,
-        )
-        self.namespace = (
-            self.identity.namespace() if self.config.reuses_prefixes else None
-        )
+        self._check_numerics(numerics)
+        self._identities = Identities(self._identify(numerics))
         self.cache = PrefixCache(
             CacheConfig(
                 num_blocks=self.kv.num_blocks, block_size=self.config.block_size
@@ -185,6 +141,13 @@ class Engine:
             self.cache,
             Fcfs(),
         )
+        self._rollouts = Rollouts(self.scheduler)
+        self._rechecks = Rechecks(
+            self._runner,
+            share=self.config.recheck_share,
+            rng=random.Random(self.config.recheck_seed),
+            token_budget=self.config.token_budget,
+        )
 
     # Questions
 
@@ -193,9 +156,67 @@ class Engine:
         """Whether any request is in flight or has ended unreported."""
         return self.scheduler.has_work or bool(self._ended)
 
+    @property
+    def generation(self) -> int:
+        """How many times weights, adapters or configuration were changed."""
+        return self._identities.generation
+
+    @property
+    def identity(self) -> ComputeIdentity:
+        """The identity under which requests without adapter compute now."""
+        return self._identities.base
+
+    @property
+    def namespace(self) -> bytes | None:
+        """The namespace of that identity; `None` if nothing is reused."""
+        return self.namespace_of()
+
+    @property
+    def num_rollouts_waiting(self) -> int:
+        """Changes in place that wait for requests of before them to end."""
+        return self._rollouts.num_waiting
+
+    @property
+    def recheck_counts(self) -> RecheckCounts:
+        """What became of the hits that were drawn to be computed again."""
+        return self._rechecks.counts
+
+    @property
+    def num_rechecks_waiting(self) -> int:
+        """Hits drawn and not compared yet; see `recheck`."""
+        return self._rechecks.num_waiting
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the adapters that requests may ask for."""
+        return self._identities.adapters()
+
+    def identity_of(
+        self, adapter: str | None = None, *, start_position: int = 0
+    ) -> ComputeIdentity:
+        """Return the identity under which such a request computes now."""
+        return self._identities.identity(adapter, start_position=start_position)
+
+    def namespace_of(
+        self, adapter: str | None = None, *, start_position: int = 0
+    ) -> bytes | None:
+        """Return the namespace in which such a request shares; `None`: in none."""
+        if not self.config.reuses_prefixes:
+            return None
+        namespace = self._identities.namespace(adapter, start_position=start_position)
+        if namespace is not None and namespace not in self._declared:
+            self._declared.add(namespace)
+            for prefix in self._public:
+                self.cache.declare_public(namespace, prefix)
+        return namespace
+
     def usage(self) -> CacheUsage:
-        """Return blocks by state and totals."""
+        """Return blocks by state and totals; for the operator, not for tenants."""
         return self.cache.usage()
+
+    def usage_of(self, tenant: str) -> DomainUsage:
+        """Return what a tenant's own domain holds; tells nothing of other domains."""
+        domain = self._sharing.domain(tenant)
+        return self.cache.usage_of(Domain.private(tenant) if domain is None else domain)
 
     def encode(
         self,
@@ -229,62 +250,114 @@ class Engine:
         )
         return TokenIds.from_ids(ids)
 
+    def embed(self, parts: Sequence[TokenIds | torch.Tensor]) -> EmbeddedPrompt:
+        """Return a prompt made of tokens and of vectors `[positions, hidden_size]`.
+
+        The vectors take the place of the model's input embeddings; prefixes with equal
+        ones are shared like prefixes of tokens.
+        """
+        return EmbeddedPrompt(
+            parts,
+            hidden_size=int(self.loaded.config.hidden_size),
+            dtype=self.loaded.dtype,
+        )
+
     # Verbs
 
     def declare_public(self, prefix: TokenIds) -> int:
-        """Let all tenants share the whole blocks of a prefix; return how many."""
-        if self.namespace is None:
+        """Let all tenants share the whole blocks of a prefix; return how many.
+
+        It holds for the model, every adapter, and whatever is rolled out later.
+        """
+        if not self.config.reuses_prefixes:
             return 0
         prefix.check_vocabulary(self.loaded.vocab_size)
-        return self.cache.declare_public(self.namespace, prefix)
+        if prefix not in self._public:
+            self._public.append(prefix)
+        for namespace in sorted(self._declared):
+            self.cache.declare_public(namespace, prefix)
+        current = self.namespace
+        return 0 if current is None else self.cache.declare_public(current, prefix)
 
     def add(
         self,
-        prompt: TokenIds,
+        prompt: TokenIds | EmbeddedPrompt,
         params: SamplingParams | None = None,
         *,
         tenant: str = "default",
         request_id: str | None = None,
         arrival_s: float | None = None,
+        adapter: str | None = None,
+        request_class: str | None = None,
+        start_position: int = 0,
     ) -> RequestId:
         """Queue a request; return its id.
 
-        `tenant` is the authenticated principal. Raises a `RequestError` for a request
-        that can never be served; nothing else in flight is affected.
+        `tenant` is the authenticated principal and `request_class` what the operator
+        calls this kind of requests; the sharing policy turns both into a domain.
+        `start_position` is the position of the first token. Raises a `RequestError`
+        for a request that can never be served; nothing else in flight is affected.
         """
         params = SamplingParams() if params is None else params
-        if request_id is None:
-            request_id = self._new_id()
-        prompt.check_vocabulary(self.loaded.vocab_size)
-        self._check_stop(prompt, params)
+        embedded = prompt if isinstance(prompt, EmbeddedPrompt) else None
+        tokens = embedded.tokens if embedded is not None else prompt
+        if not isinstance(tokens, TokenIds) or (tokens.has_spans and embedded is None):
+            raise RequestError(
+                "prompt must be TokenIds of text, or what `embed` returns",
+                field="prompt",
+            )
+        domain = self._sharing.domain(tenant, request_class)
+        version = None
+        if adapter is not None:
+            version = self._identities.adapter(adapter).version
+        tokens.check_vocabulary(self.loaded.vocab_size)
+        self._check_stop(tokens, params)
         spec = RequestSpec(
-            request_id=RequestId(request_id),
-            prompt=prompt,
+            request_id=RequestId(
+                self._new_id(tenant) if request_id is None else request_id
+            ),
+            prompt=tokens,
             max_new_tokens=params.max_new_tokens,
             arrival_s=self._clock() if arrival_s is None else arrival_s,
-            domain=Domain.private(tenant),
-            namespace=self.namespace,
+            domain=Domain.private(tenant) if domain is None else domain,
+            namespace=None,
             num_samples=params.num_samples,
+            adapter=version,
+            start_position=start_position,
         )
+        if domain is not None:
+            # After the spec has checked `start_position`.
+            spec = replace(
+                spec,
+                namespace=self.namespace_of(adapter, start_position=start_position),
+            )
         # Last, so that nothing can fail once the scheduler knows the request.
-        live = {
-            child_id(spec.request_id, sample): self._make_live(spec, sample, params)
-            for sample in range(min(params.num_samples, self.config.max_num_running))
-        }
+        samples = self._samples.make(
+            spec,
+            params,
+            tenant=tenant,
+            adapter=adapter,
+            embedded=embedded,
+            max_num_samples=self.config.max_num_running,
+        )
         self.scheduler.add(spec)
-        self._live.update(live)
+        self._samples.take_in(samples)
         return spec.request_id
 
-    def cancel(self, request_id: RequestId) -> bool:
-        """End a request with all its samples; `False` if all have ended."""
+    def cancel(self, request_id: RequestId, *, tenant: str | None = None) -> bool:
+        """End a request with all its samples; `False` if all have ended.
+
+        With `tenant`, a request of anybody else counts as one that has ended.
+        """
         now = self._clock()
-        ids = [
-            sample_id
-            for sample_id, live in self._live.items()
-            if live.request_id == request_id and live.is_in_core
-        ]
-        num_cancelled = sum(self.scheduler.cancel(each, now) for each in ids)
-        self._ended.extend(self._settle(self.scheduler.take_events()))
+        num_cancelled = sum(
+            self.scheduler.cancel(live.sample_id, now)
+            for live in self._samples.of_request(request_id)
+            if tenant is None or live.tenant == tenant
+        )
+        self._take_events(self.scheduler.take_events())
+        if self.scheduler.pending is None:
+            self._rollouts.make_due()
         return num_cancelled > 0
 
     def step(self) -> tuple[Completion, ...]:
@@ -295,7 +368,9 @@ class Engine:
             )
         if self.scheduler.has_work:
             try:
-                self._ended.extend(self._settle(self._run_step()))
+                self._rollouts.make_due()
+                self._take_events(self._run_step())
+                self._rollouts.make_due()
             except InvariantError as error:
                 self._broken_by = str(error)
                 raise
@@ -312,17 +387,18 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | TokenIds],
+        prompts: Sequence[str | TokenIds | EmbeddedPrompt],
         params: SamplingParams | None = None,
         *,
         tenant: str = "default",
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Continue all prompts; return the completions in order of prompt, sample."""
         ids: list[RequestId] = []
         try:
             for prompt in prompts:
-                tokens = prompt if isinstance(prompt, TokenIds) else self.encode(prompt)
-                ids.append(self.add(tokens, params, tenant=tenant))
+                tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
+                ids.append(self.add(tokens, params, tenant=tenant, adapter=adapter))
         except BaseException:  # whatever it was, none of ours may stay behind
             for request_id in ids:
                 self.cancel(request_id)
@@ -334,22 +410,181 @@ class Engine:
         own = [c for c in completions if c.request_id in rank]
         return sorted(own, key=lambda c: (rank[c.request_id], c.sample))
 
-    # Private
+    # Rollouts
 
-    def _new_id(self) -> str:
-        """Return an id that no request in flight has."""
+    def load_adapter(
+        self, name: str, path: Path, *, scale: float = 1.0
+    ) -> LoadedAdapter:
+        """Let requests ask for the LoRA adapter in folder `path` by `name`.
+
+        Raises `ConfigError` for a name that is taken (see `reload_adapter`),
+        `BrokenAdapter` or `UnsupportedModel` for files that cannot be served.
+        """
+        if any(loaded.name == name for loaded in self.adapters()):
+            raise ConfigError(
+                f"adapter {name!r} is loaded; use reload_adapter to replace it"
+            )
+        return self._load_adapter(name, path, scale, InFlight.FINISH)
+
+    def reload_adapter(
+        self,
+        name: str,
+        path: Path | None = None,
+        *,
+        scale: float | None = None,
+        in_flight: InFlight = InFlight.FINISH,
+    ) -> LoadedAdapter:
+        """Read an adapter again, from its folder or another, under the same name.
+
+        Requests that finish keep the version they were added with; it is freed when
+        the last of them ends.
+        """
+        current = self._identities.adapter(name)
+        return self._load_adapter(
+            name,
+            self._adapter_sources[name] if path is None else path,
+            current.scale if scale is None else scale,
+            in_flight,
+        )
+
+    def unload_adapter(
+        self, name: str, *, in_flight: InFlight = InFlight.FINISH
+    ) -> None:
+        """Refuse requests for an adapter from now on; free it when none is left."""
+        if in_flight is InFlight.RESTART:
+            raise ConfigError(
+                "in_flight cannot be RESTART when an adapter is unloaded: there is "
+                "nothing to begin again on; use FINISH or ABORT"
+            )
+        self._check_between_steps("unload_adapter")
+        version = self._identities.adapter(name).version
+        self._retire(self._identities.unload(name))
+        del self._adapter_sources[name]
+        self._handle_in_flight(in_flight, version=version)
+        self._drop_unused_adapters()
+
+    def update_weights(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        in_flight: InFlight = InFlight.FINISH,
+    ) -> int:
+        """Replace tensors of the model in place; return the new generation.
+
+        `tensors` by their names in the model's `state_dict` as loaded; they are copied
+        now. The new identity holds from this call on: with `FINISH` requests added
+        later wait until the earlier ones have ended and the tensors are in place.
+        Adapters stay, on top of the new weights. Raises `ConfigError` if something
+        does not fit; nothing has changed then.
+        """
+        self._check_between_steps("update_weights")
+        update = WeightUpdate(
+            self.loaded.model,
+            tensors,
+            names=self._tensor_digests,
+            places=linear_places(self.loaded.model),
+        )
+        self._tensor_digests |= update.digests
+        digest = combine(self._tensor_digests)
+        base = replace(self._identities.base, weights_digest=digest)
+
+        def change() -> None:
+            update.apply()
+            # Whoever serves this model after us must not take it for what it was.
+            self.loaded.tensor_digests.update(update.digests)
+
+        return self._roll_out(base, change, in_flight)
+
+    def update_numerics(
+        self, numerics: str, *, in_flight: InFlight = InFlight.FINISH
+    ) -> int:
+        """Serve in another numerics class; return the new generation.
+
+        Raises `NumericsError` if this build does not keep it; nothing has changed then.
+        """
+        self._check_between_steps("update_numerics")
+        wanted = numerics_named(numerics)
+        prepare_model(self.loaded.model, wanted)
+        self._check_numerics(wanted)
+        for version, lora in self._loras.items():
+            if wanted.pads_context and not lora.is_stable:
+                raise NumericsError(
+                    f"adapter {version} does not keep numerics class 'exact' on this "
+                    f"build; unload it first"
+                )
+        base = replace(
+            self._identities.base,
+            numerics_class=wanted.name,
+            numerics_tile=wanted.tile,
+        )
+
+        def change() -> None:
+            self._runner = self._make_runner(wanted)
+            self._rechecks.runner = self._runner
+
+        return self._roll_out(base, change, in_flight)
+
+    def update_sharing(self, sharing: SharingPolicy) -> None:
+        """Let another policy decide who shares, for requests added from now on.
+
+        What is cached stays in the domain it was published in: call `reset` where a
+        tenant that leaves a group must not leave anything behind.
+        """
+        self._sharing = sharing
+
+    def reset(self) -> ResetReport:
+        """Make everything cached unmatchable, also for requests in flight; say what is.
+
+        Requests in flight go on with the blocks they hold. Declared prefixes stay
+        declared. Repeating it does nothing more.
+        """
+        self._check_between_steps("reset")
+        num_free = self.cache.usage().num_free_blocks
+        self._retire(self._identities.namespaces())
+        return ResetReport(
+            num_freed_blocks=self.cache.usage().num_free_blocks - num_free,
+            num_remaining_blocks=self.cache.num_retired_blocks,
+        )
+
+    def recheck(self) -> Verdict | None:
+        """Spend idle time: compute one chunk of a drawn hit again.
+
+        Returns the verdict when a hit has been compared. After a mismatch the
+        namespace is fenced: nothing that is cached in it can be matched any more.
+        """
+        self._check_between_steps("recheck")
+        verdict = self._rechecks.run()
+        if verdict is not None and not verdict.is_match:
+            _log.error(
+                "reused KV of %d tokens differs from a fresh prefill by %.3g "
+                "(relative); its namespace is fenced",
+                verdict.num_tokens,
+                verdict.difference,
+            )
+            self._retire((verdict.namespace,))
+        if verdict is not None:
+            self._drop_unused_adapters()
+        return verdict
+
+    # Private: requests
+
+    def _new_id(self, tenant: str) -> str:
+        """Return an id that no request in flight has and that tells of no other."""
+        name = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:8]
         while True:
-            request_id = f"request-{self._num_added}"
-            self._num_added += 1
-            if request_id not in self._live:
+            number = self._num_added.get(tenant, 0)
+            self._num_added[tenant] = number + 1
+            request_id = f"request-{name}-{number}"
+            if RequestId(request_id) not in self._samples:
                 return request_id
 
     def _run_step(self) -> tuple[Event, ...]:
         plan = self.scheduler.schedule(self._clock())
         start = self._clock()
         try:
-            logits = self._runner.execute(plan)
-            result = self._sample(plan, logits)
+            logits = self._runner.execute(plan, self._samples.embedded())
+            self._consider_rechecks(plan)
+            result = self._samples.sample(plan, logits, self.on_logits)
         except BaseException as error:
             # Whatever it was, the next step must find no plan pending.
             events = self.scheduler.abandon(plan, self._clock())
@@ -358,15 +593,175 @@ class Engine:
                 # stop the engine: its requests end, others go on.
                 _log.exception("step %d failed; its requests are aborted", plan.step)
                 return events
-            self._ended.extend(self._settle(events))
+            self._take_events(events)
             raise
         now = self._clock()
         self._record(plan, start, now)
         return self.scheduler.commit(plan, result, now)
 
-    def _check_exact(self, linears: LinearFacts) -> None:
-        """Raise `NumericsError` unless this build and model keep every bit."""
-        loaded = self.loaded
+    def _take_events(self, events: tuple[Event, ...]) -> None:
+        """Settle what happened; what ended waits for the next `step` to return it."""
+        if self.on_event is not None:
+            for event in events:
+                self.on_event(event)
+        ended = self._samples.settle(events)
+        self._ended.extend(ended)
+        if ended:
+            self._drop_unused_adapters()
+
+    def _consider_rechecks(self, plan: StepPlan) -> None:
+        """Draw among the hits that this step is the first to build on."""
+        if self.config.recheck_share == 0:
+            return
+        for chunk in plan.chunks:
+            request = self.scheduler.request(chunk.request_id)
+            if request is None or request.lease is None or request.namespace is None:
+                continue
+            if chunk.start and chunk.start == request.lease.num_matched_tokens:
+                live = self._samples.get(chunk.request_id)
+                self._rechecks.consider(
+                    chunk,
+                    request.tokens,
+                    request.namespace,
+                    None if live is None else live.embedded,
+                )
+
+    # Private: rollouts
+
+    def _load_adapter(
+        self, name: str, path: Path, scale: float, in_flight: InFlight
+    ) -> LoadedAdapter:
+        self._check_between_steps("load_adapter")
+        weights = read_adapter(path)
+        lora = Lora(
+            weights,
+            self._adaptable(),
+            scale=check_scale(scale),
+            dtype=self.loaded.dtype,
+            verdicts=self._verdicts,
+            needs_stable_rows=self._identities.base.numerics_class == "exact",
+        )
+        old = next((a.version for a in self.adapters() if a.name == name), None)
+        loaded, retired = self._identities.load(name, weights.digest, float(scale))
+        self._retire(retired)
+        self._loras[loaded.version] = lora
+        self._adapter_sources[name] = path
+        if old is not None:
+            self._handle_in_flight(in_flight, version=old)
+        self._drop_unused_adapters()
+        return loaded
+
+    def _roll_out(
+        self, base: ComputeIdentity, change: Callable[[], None], in_flight: InFlight
+    ) -> int:
+        """Advance the generation, fence, deal with requests, then change the state."""
+        self._retire(self._identities.replace_base(base))
+        epoch = self.scheduler.fence()
+        self._handle_in_flight(in_flight)
+
+        def change_safely() -> None:
+            self._rechecks.clear()
+            try:
+                change()
+            except BaseException as error:
+                self._broken_by = f"a rollout was left half made: {error}"
+                raise
+
+        self._rollouts.add(epoch, change_safely)
+        self._rollouts.make_due()
+        return self._identities.generation
+
+    def _retire(self, namespaces: tuple[bytes, ...]) -> None:
+        now = self._clock()
+        for namespace in namespaces:
+            self._declared.discard(namespace)
+            self.scheduler.retire(namespace, now)
+        self._take_events(self.scheduler.take_events())
+
+    def _handle_in_flight(
+        self, in_flight: InFlight, *, version: str | None = None
+    ) -> None:
+        """Deal with all requests in flight, or with those of one adapter version."""
+        if in_flight is InFlight.FINISH:
+            return
+        now = self._clock()
+        for live in self._samples:
+            request = self.scheduler.request(live.sample_id)
+            if request is None or not live.is_in_core:
+                continue
+            if version is not None and request.spec.adapter != version:
+                continue
+            if in_flight is InFlight.ABORT:
+                self.scheduler.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
+            else:
+                self._restart(live, now)
+        self._take_events(self.scheduler.take_events())
+
+    def _restart(self, live: LiveSample, now: float) -> None:
+        """Let a sample begin again on what its adapter's name means now."""
+        request = self.scheduler.request(live.sample_id)
+        assert request is not None, "the caller has just seen it"
+        version = request.spec.adapter
+        known = {loaded.name: loaded.version for loaded in self.adapters()}
+        if live.adapter is not None:
+            # An adapter that was unloaded meanwhile: this request finishes on it.
+            version = known.get(live.adapter, version)
+        is_current = live.adapter is None or version in known.values()
+        shares = request.spec.namespace is not None and is_current
+        namespace = None
+        if shares:
+            namespace = self.namespace_of(
+                live.adapter, start_position=live.start_position
+            )
+        self.scheduler.restart(live.sample_id, namespace, version, now)
+
+    def _drop_unused_adapters(self) -> None:
+        """Free the versions that no name, request or waiting re-check refers to."""
+        if len(self._loras) == len(self.adapters()):
+            return
+        used = {loaded.version for loaded in self.adapters()}
+        used |= self._rechecks.adapters()
+        used |= {r.spec.adapter for r in self.scheduler.requests() if r.spec.adapter}
+        for version in set(self._loras) - used:
+            del self._loras[version]
+
+    def _check_between_steps(self, verb: str) -> None:
+        if self._broken_by is not None:
+            raise InvariantError(f"this engine stopped at a defect ({self._broken_by})")
+        if self.scheduler.pending is not None:
+            raise ConfigError(f"{verb} was called while a step runs; call it between")
+
+    # Private: making
+
+    def _make_runner(self, numerics: Numerics) -> ModelRunner:
+        return ModelRunner(
+            self.loaded.model,
+            self.kv,
+            numerics,
+            num_query_heads=self.loaded.num_query_heads,
+            loras=self._loras,
+        )
+
+    def _adaptable(self) -> dict[str, LinearPlace]:
+        """Return the linears that see every row of a step: all but the output one."""
+        model: Any = self.loaded.model
+        output = model.get_output_embeddings()
+        places = linear_places(self.loaded.model)
+        return {n: place for n, place in places.items() if place.linear is not output}
+
+    def _identify(self, numerics: Numerics) -> ComputeIdentity:
+        return identify(
+            self.loaded,
+            numerics,
+            block_size=self.config.block_size,
+            is_packed=self._linears.is_packed,
+        )
+
+    def _check_numerics(self, numerics: Numerics) -> None:
+        """Raise `NumericsError` unless this build and model keep the class's bits."""
+        if not numerics.pads_context:
+            return
+        loaded, linears = self.loaded, self._linears
         if not linears.is_stable:
             raise NumericsError(
                 f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
@@ -380,7 +775,9 @@ class Engine:
                 f"layer, where rows may depend on each other; use 'tolerant'"
             )
         if self.config.runs_self_test:
-            check_exact(self._runner, loaded.vocab_size, loaded.context_length)
+            check_exact(
+                self._make_runner(numerics), loaded.vocab_size, loaded.context_length
+            )
 
     def _make_kv(self) -> KvMemory:
         loaded = self.loaded
@@ -400,20 +797,6 @@ class Engine:
             dtype=loaded.dtype,
         )
 
-    def _make_live(
-        self, spec: RequestSpec, sample: int, params: SamplingParams
-    ) -> _Live:
-        tokenizer: Any = self.loaded.tokenizer
-        return _Live(
-            request_id=spec.request_id,
-            sample=sample,
-            params=params,
-            generator=make_generator(params.seed, sample),
-            text=None if tokenizer is None else OutputText(tokenizer, params.stop),
-            timeline=RequestTimeline(arrival_s=spec.arrival_s),
-            is_in_core=sample == 0,
-        )
-
     def _check_stop(self, prompt: TokenIds, params: SamplingParams) -> None:
         if not params.stop:
             return
@@ -421,7 +804,7 @@ class Engine:
             raise StopInPrompt("stop strings need a tokenizer", field="stop")
         if params.allows_stop_in_prompt:
             return
-        text = self.loaded.tokenizer.decode(list(prompt))
+        text = self.loaded.tokenizer.decode([token for token in prompt if token >= 0])
         for stop in params.stop:
             if stop in text:
                 raise StopInPrompt(
@@ -430,101 +813,6 @@ class Engine:
                     f"allows_stop_in_prompt to look for it in the output only",
                     field="stop",
                 )
-
-    def _sample(
-        self, plan: StepPlan, logits: dict[RequestId, torch.Tensor]
-    ) -> StepResult:
-        samples: dict[RequestId, tuple[Sample, ...]] = {}
-        for chunk in plan.chunks:
-            if chunk.num_samples:
-                row = logits[chunk.request_id]
-                is_finite = bool(row.isfinite().all())
-                samples[chunk.request_id] = tuple(
-                    self._sample_safely(child_id(chunk.request_id, k), row, is_finite)
-                    for k in range(chunk.num_samples)
-                )
-        return StepResult(samples)
-
-    def _sample_safely(
-        self, sample_id: RequestId, row: torch.Tensor, is_finite: bool
-    ) -> Sample:
-        """Sample, or fail this sample alone: it must not end its batch mates."""
-        try:
-            return self._sample_one(sample_id, row, is_finite)
-        except StemKVError:
-            raise
-        except Exception:
-            _log.exception("request %s cannot be sampled; it is aborted", sample_id)
-            return Sample(0, FinishReason.FAILED)
-
-    def _sample_one(
-        self, sample_id: RequestId, row: torch.Tensor, is_finite: bool
-    ) -> Sample:
-        if not is_finite:
-            _log.error("request %s: logits are not finite; it is aborted", sample_id)
-            return Sample(0, FinishReason.FAILED)
-        live = self._live[sample_id]
-        if self.on_logits is not None:
-            self.on_logits(sample_id, len(live.token_ids), row)
-        token = choose_token(row, live.params, live.generator)
-        if token in self.loaded.eos_token_ids and not live.params.ignore_eos:
-            return Sample(token, FinishReason.STOP_TOKEN)
-        if live.text is not None and live.text.append(token):
-            return Sample(token, FinishReason.STOP_STRING)
-        return Sample(token)
-
-    def _settle(self, events: tuple[Event, ...]) -> tuple[Completion, ...]:
-        """Carry events over into what the engine keeps; return what ended."""
-        completions: list[Completion] = []
-        for event in events:
-            match event:
-                case TokenSampled():
-                    live = self._live[event.request_id]
-                    live.token_ids.append(event.token)
-                    live.timeline.token_times_s.append(event.now)
-                case RequestAdmitted():
-                    for live in self._samples_of(event.request_id):
-                        if live.timeline.first_scheduled_s is None:
-                            live.timeline.first_scheduled_s = event.now
-                case RequestForked():
-                    for sample_id in event.child_ids:
-                        self._live[sample_id].is_in_core = True
-                case RequestAborted():
-                    # Samples that had not split off yet end with their request.
-                    for live in self._samples_of(event.request_id):
-                        completions.append(self._complete(live, event))
-                case RequestFinished():
-                    live = self._live[event.request_id]
-                    completions.append(self._complete(live, event))
-                case _:
-                    pass
-        return tuple(completions)
-
-    def _samples_of(self, request_id: RequestId) -> list[_Live]:
-        """Return the sample with this id and those that have not split off it yet."""
-        return [
-            live
-            for sample_id, live in self._live.items()
-            if sample_id == request_id
-            or (live.request_id == request_id and not live.is_in_core)
-        ]
-
-    def _complete(
-        self, live: _Live, event: RequestFinished | RequestAborted
-    ) -> Completion:
-        del self._live[child_id(live.request_id, live.sample)]
-        if live.text is not None and event.reason is not FinishReason.STOP_STRING:
-            live.text.finish()
-        return Completion(
-            request_id=live.request_id,
-            sample=live.sample,
-            text="" if live.text is None else live.text.text,
-            token_ids=tuple(live.token_ids),
-            finish_reason=event.reason,
-            counts=event.counts,
-            num_preemptions=event.num_preemptions,
-            timeline=live.timeline,
-        )
 
     def _record(self, plan: StepPlan, start: float, end: float) -> None:
         num_decode = sum(1 for c in plan.chunks if self._is_decode(c.request_id))

@@ -60,9 +60,11 @@ def identify(
         kv_layout="block,slot,head,dim",
         block_size=block_size,
         parallel_layout="single",
-        # Keys are made from final token ids: nothing above them can matter.
-        tokenizer_digest=None,
-        chat_template_digest=None,
+        # Keys are made from final token ids, so nothing above them can change KV. These
+        # two are a belt beside the braces: what they cannot say ("no tokenizer", "one
+        # of an unknown kind") is `None` and not unknown.
+        tokenizer_digest=loaded.tokenizer_digest,
+        chat_template_digest=loaded.chat_template_digest,
         tool_schema_version=None,
         media_preprocessing_version=None,
         numerics_class=numerics.name,

@@ -68,6 +68,17 @@ class KvMemory:
         """Bytes of KV per block, over all layers."""
         return self.bytes_per_token * self.block_size
 
+    def like(self, num_blocks: int) -> KvMemory:
+        """Return fresh memory of the same layout with other blocks."""
+        return KvMemory(
+            num_layers=self.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
     def copy(self, copy: BlockCopy) -> None:
         """Copy the leading slots of a block in all layers; zero the target's rest."""
         n = copy.num_tokens

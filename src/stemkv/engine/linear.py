@@ -5,18 +5,29 @@ kernels where the build can (1.4 to 2.3 times as fast at one to eight rows),
 projections that read the same input are packed as one matrix, and inputs of fewer rows
 than the kernel needs for a row's bits to be independent are padded (rule R2 of
 `numerics`). How many that is, is tried on the running build with each shape.
+
+Also owns where a named weight has gone, so that it can be replaced in place, and the
+seam at which adapters add their part to some rows of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import nn
 
-__all__ = ["LinearFacts", "StableLinear", "can_pack", "replace_linears"]
+__all__ = [
+    "AdapterRows",
+    "LinearFacts",
+    "LinearPlace",
+    "StableLinear",
+    "can_pack",
+    "linear_places",
+    "replace_linears",
+]
 
 # Projections that transformers' decoder layers apply to one and the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -36,12 +47,28 @@ class LinearFacts:
     other_matrices: tuple[str, ...]  # modules that multiply by a matrix of their own
 
 
+Delta = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AdapterRows:
+    """Which rows of the running step belong to an adapter; one object per model.
+
+    The runner sets `ranges` before a forward pass and clears it after: `(start, end,
+    deltas)`, where `deltas` has what the adapter adds to the output of the linear with
+    that index, and nothing for the others.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: tuple[tuple[int, int, Mapping[int, Delta]], ...] = ()
+
+
 class StableLinear(nn.Module):
     """`nn.Linear` for inference, row by row.
 
     The rows of several linears with the same input may be joined. Weights and biases
     are copied; the originals can be freed. Input `[..., rows, in_features]`.
     `verdicts` keeps the smallest stable number of rows by shape between linears.
+    `adapter_rows` and `index` tell which deltas of which rows are this linear's.
     """
 
     def __init__(
@@ -50,17 +77,20 @@ class StableLinear(nn.Module):
         *,
         is_packed: bool,
         verdicts: dict[tuple[int, ...], int | None],
+        adapter_rows: AdapterRows | None = None,
+        index: int = 0,
     ) -> None:
         super().__init__()
         linears = tuple(linears)
+        self.adapter_rows = AdapterRows() if adapter_rows is None else adapter_rows
+        self.index = index
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.is_packed = is_packed
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         bias = torch.cat([b.detach() for b in biases]) if biases else None
-        # Kept in a closure, not registered: a packed tensor can be neither moved, cast
-        # nor saved.
-        product = _packed_product if is_packed else _plain_product
-        self._multiply = product(weight, bias)
+        self._set(weight, bias)
         # Linears of one shape use one kernel, so one trial serves them all.
         shape = tuple(weight.shape)
         if shape not in verdicts:
@@ -70,19 +100,46 @@ class StableLinear(nn.Module):
         self.min_rows = 1 if found is None else found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x @ weight.T + bias`."""
+        """Return `x @ weight.T + bias`, and what adapters add to their rows."""
         rows = x.shape[-2]
         if rows >= self.min_rows:
-            return self._multiply(x)
-        # R4: real copies, an expanded view would take another path.
-        padded = torch.cat([x, *[x[..., :1, :]] * (self.min_rows - rows)], dim=-2)
-        return self._multiply(padded)[..., :rows, :]
+            y = self._multiply(x)
+        else:
+            # R4: real copies, an expanded view would take another path.
+            padded = torch.cat([x, *[x[..., :1, :]] * (self.min_rows - rows)], dim=-2)
+            y = self._multiply(padded)[..., :rows, :]
+        for start, end, deltas in self.adapter_rows.ranges:
+            delta = deltas.get(self.index)
+            if delta is not None:
+                y[..., start:end, :] += delta(x[..., start:end, :])
+        return y
+
+    def weight(self) -> torch.Tensor:
+        """Return a copy of the weight, `[out_features, in_features]`."""
+        weight = self._weight
+        return weight.to_dense() if self.is_packed else weight.detach().clone()
+
+    def bias(self) -> torch.Tensor | None:
+        """Return a copy of the bias, `[out_features]`, if there is one."""
+        return None if self._bias is None else self._bias.detach().clone()
+
+    def replace(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Take other values of the same shapes and dtypes; they are copied."""
+        self._set(weight.detach().clone(), None if bias is None else bias.clone())
+
+    def _set(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        # Not registered as parameters: a packed tensor can be neither moved, cast nor
+        # saved. Packing it again gives the same bits.
+        if self.is_packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        product = _packed_product if self.is_packed else _plain_product
+        self._weight, self._bias = weight, bias
+        self._multiply = product(weight, bias)
 
 
 def _packed_product(
-    weight: torch.Tensor, bias: torch.Tensor | None
+    packed: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     # The overload itself: finding it by arguments costs more than a small product.
     operator = torch.ops.mkldnn._linear_pointwise.default
 
@@ -112,7 +169,7 @@ class _Joint:
     def __init__(self, linear: StableLinear, sizes: Iterable[int]) -> None:
         self.linear = linear
         ends = list(accumulate(sizes))
-        self._ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+        self.ranges = list(zip([0, *ends[:-1]], ends, strict=True))
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
 
@@ -122,8 +179,7 @@ class _Joint:
             y = self.linear.forward(x)  # without the hooks of a module call
             # Slices, as `split` costs more than the small products around it.
             self._outputs = {
-                part: y[..., start:end]
-                for part, (start, end) in enumerate(self._ranges)
+                part: y[..., start:end] for part, (start, end) in enumerate(self.ranges)
             }
         output = self._outputs.pop(index)
         if not self._outputs:
@@ -137,10 +193,31 @@ class _JointPart(nn.Module):
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
         self.joint = joint
-        self._index = index
+        self.index = index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.joint.take(self._index, x)
+        return self.joint.take(self.index, x)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlace:
+    """Where the weight of a former `nn.Linear` is: rows of a (joint) stable one."""
+
+    linear: StableLinear
+    start: int  # first output feature
+    end: int
+
+
+def linear_places(model: nn.Module) -> dict[str, LinearPlace]:
+    """Return where each linear that `replace_linears` took over is now, by its name."""
+    places = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StableLinear):
+            places[name] = LinearPlace(module, 0, module.out_features)
+        elif isinstance(module, _JointPart):
+            start, end = module.joint.ranges[module.index]
+            places[name] = LinearPlace(module.joint.linear, start, end)
+    return places
 
 
 @torch.inference_mode()
@@ -173,9 +250,19 @@ def replace_linears(model: nn.Module) -> LinearFacts:
     """
     is_packed = can_pack(next(model.parameters()).dtype)
     verdicts: dict[tuple[int, ...], int | None] = {}
+    adapter_rows = AdapterRows()
+    num_made = 0
 
     def stable(*linears: nn.Linear) -> StableLinear:
-        return StableLinear(linears, is_packed=is_packed, verdicts=verdicts)
+        nonlocal num_made
+        num_made += 1
+        return StableLinear(
+            linears,
+            is_packed=is_packed,
+            verdicts=verdicts,
+            adapter_rows=adapter_rows,
+            index=num_made,
+        )
 
     for module in list(model.modules()):
         for names in _SIBLINGS:

@@ -1,7 +1,8 @@
 """Models from local files: transformers folders and GGUF files.
 
 Owns finding, converting, caching and loading a model, and refusing the ones the engine
-would compute wrongly. Nothing is ever downloaded.
+would compute wrongly. Nothing is ever downloaded. How content is digested, and when a
+recorded digest may be believed, is `digest`'s.
 
 A GGUF file is dequantised once and kept as safetensors under the cache directory, named
 by the file's SHA-256, the dtype and the library version, so the second start takes
@@ -16,7 +17,6 @@ import errno
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -38,6 +38,19 @@ from transformers import (
 )
 
 from stemkv.engine.attention import ATTENTION_NAME, attend
+from stemkv.engine.digest import (
+    RECORD_NAME,
+    DigestRecord,
+    Digests,
+    FilesSeen,
+    combine,
+    conditions,
+    digest_chat_template,
+    digest_tensors,
+    digest_tokenizer,
+    see_file,
+    see_folder,
+)
 from stemkv.engine.linear import StableLinear
 from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedModel
 
@@ -63,7 +76,11 @@ class LoadedModel:
     tokenizer: Any  # a transformers tokenizer; None: token ids only
     config: Any  # the transformers config
     dtype: torch.dtype
-    weights_digest: bytes  # SHA-256 over names, shapes, dtypes and bytes, as loaded
+    # Name in the model's state → leaf; an engine that replaces tensors in place writes
+    # their new digests here, so that the model is never taken for what it was.
+    tensor_digests: dict[str, bytes]
+    tokenizer_digest: bytes | None  # None: no tokenizer, or nothing known of it
+    chat_template_digest: bytes | None  # None: no template
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
@@ -71,6 +88,11 @@ class LoadedModel:
     vocab_size: int
     context_length: int  # tokens
     eos_token_ids: frozenset[int]
+
+    @property
+    def weights_digest(self) -> bytes:
+        """SHA-256 over the digests of all tensors, see `digest.combine`."""
+        return combine(self.tensor_digests)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -123,70 +145,127 @@ def load_model(
     dtype: torch.dtype | None = None,
     cache_dir: Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
+    trusts_digest_record: bool = True,
 ) -> LoadedModel:
     """Load a model folder or GGUF file; `None` means the embedded one.
 
-    `progress` is told each stage. Raises `ModelNotFound`, `BrokenModel` or
-    `UnsupportedModel`, each naming the path.
+    `progress` is told each stage. Files that did not change since they were hashed are
+    not hashed again, unless `trusts_digest_record` is false. Raises `ModelNotFound`,
+    `BrokenModel` or `UnsupportedModel`, each naming the path.
     """
     source = embedded_model() if path is None else path
     if not source.exists():
         raise ModelNotFound(f"model {source} does not exist; give a folder or a .gguf")
     dtype = default_dtype() if dtype is None else dtype
+    cache = default_cache_dir() if cache_dir is None else cache_dir
+    options = _Options(
+        dtype=dtype,
+        cache_dir=cache,
+        progress=progress,
+        trusts_digest_record=trusts_digest_record,
+    )
     folder = source
     if source.is_file():
         if source.suffix != ".gguf":
             raise ModelNotFound(
                 f"model {source} is a file but not a .gguf; give a folder or a .gguf"
             )
-        cache = default_cache_dir() if cache_dir is None else cache_dir
-        folder = _converted(source, dtype, cache, progress)
+        folder = _converted(source, options)
     elif not (source / "config.json").is_file():
         raise ModelNotFound(f"model folder {source} has no config.json")
     name = source.stem if source.is_file() else source.resolve().name
     try:
-        return _load_folder(folder, source, name, dtype, progress)
+        return _load_folder(folder, source, name, options)
     except BrokenModel:
         if folder == source:
             raise
         # What was kept from an earlier conversion is damaged, not the GGUF file.
         progress("the converted weights are damaged: converting again")
         shutil.rmtree(folder)
-        folder = _converted(source, dtype, folder.parent, progress)
-        return _load_folder(folder, source, name, dtype, progress)
+        folder = _converted(source, options)
+        return _load_folder(folder, source, name, options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What `load_model` was asked for."""
+
+    dtype: torch.dtype
+    cache_dir: Path
+    progress: Callable[[str], None]
+    trusts_digest_record: bool
 
 
 def _load_folder(
-    folder: Path,
-    source: Path,
-    name: str,
-    dtype: torch.dtype,
-    progress: Callable[[str], None],
+    folder: Path, source: Path, name: str, options: _Options
 ) -> LoadedModel:
     """Load a transformers folder; errors name `source`, where it came from."""
     AttentionInterface.register(ATTENTION_NAME, attend)
+    # All reading goes by one path, so a link cannot lead elsewhere in between.
+    folder = folder.resolve()
+    before = see_folder(folder)
     with _breakage_named(source):
-        progress("reading config and tokenizer")
+        options.progress("reading config and tokenizer")
         config = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         check_supported(config, str(source))
-        progress("loading weights")
+        options.progress("loading weights")
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=dtype,
+            dtype=options.dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
         )
         _check_complete(report)
+        _take_off_files(model)
     with _breakage_named(source, "has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    progress("hashing weights")
-    return _describe(model, name=name, label=str(source), tokenizer=tokenizer)
+    after = see_folder(folder)
+
+    def digest() -> Digests:
+        # Files that changed while they were read may have given anything: what was
+        # loaded is hashed, and nothing is remembered of it.
+        if before is None or not before.is_same(after):
+            return _digest(model, tokenizer, options.progress)
+        record = DigestRecord(_record_places(folder, options.cache_dir))
+        key = conditions(options.dtype)
+        if options.trusts_digest_record:
+            known = Digests.from_json(record.find(before, key))
+            if known is not None and known.tensors.keys() == model.state_dict().keys():
+                return known
+        digests = _digest(model, tokenizer, options.progress)
+        if before.is_settled:
+            record.keep(before, key, digests.to_json())
+        return digests
+
+    return _describe(
+        model, name=name, label=str(source), tokenizer=tokenizer, digest=digest
+    )
+
+
+def _take_off_files(model: nn.Module) -> None:
+    """Copy what is mapped from files into memory of our own.
+
+    transformers maps safetensors, so until a page is touched its content is whatever
+    the file holds by then: one overwritten in place would change a model that serves.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def _record_places(path: Path, cache_dir: Path) -> list[Path]:
+    """Return where the digests of a folder are kept, best first.
+
+    A file has its record in the cache alone: what lies around it is not ours.
+    """
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+    in_cache = cache_dir / "digests" / f"{name}.json"
+    return [path / RECORD_NAME, in_cache] if path.is_dir() else [in_cache]
 
 
 def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedModel:
@@ -195,11 +274,23 @@ def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedM
     It must have been made with `attn_implementation=ATTENTION_NAME`, or be switchable
     to it. Raises `UnsupportedModel`.
     """
-    return _describe(model, name=name, label=name, tokenizer=tokenizer)
+    return _describe(
+        model,
+        name=name,
+        label=name,
+        tokenizer=tokenizer,
+        # Nothing on disk says what is in memory by now: always hashed.
+        digest=lambda: _digest(model, tokenizer),
+    )
 
 
 def _describe(
-    model: nn.Module, *, name: str, label: str, tokenizer: Any
+    model: nn.Module,
+    *,
+    name: str,
+    label: str,
+    tokenizer: Any,
+    digest: Callable[[], Digests],
 ) -> LoadedModel:
     """Do what `wrap_model` says; `label` names the model in errors."""
     AttentionInterface.register(ATTENTION_NAME, attend)
@@ -223,13 +314,16 @@ def _describe(
     num_query_heads = int(text.num_attention_heads)
     parameter = next(model.parameters())
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    digests = digest()
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
         config=text,
         dtype=parameter.dtype,
-        weights_digest=digest_weights(model),
+        tensor_digests=dict(digests.tensors),
+        tokenizer_digest=digests.tokenizer,
+        chat_template_digest=digests.chat_template,
         num_layers=int(text.num_hidden_layers),
         num_query_heads=num_query_heads,
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_query_heads),
@@ -272,37 +366,43 @@ def check_supported(config: Any, name: str) -> None:
 
 
 def digest_weights(model: nn.Module) -> bytes:
-    """Return SHA-256 over every tensor's name, dtype, shape and bytes.
+    """Return the digest of every tensor's name, dtype, shape and bytes.
 
     Raises `UnsupportedModel` for a model whose linears an engine has replaced already:
     their weights are no longer in its state.
     """
+    return combine(digest_tensors(_state_of(model)))
+
+
+def _digest(
+    model: nn.Module,
+    tokenizer: Any,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Digests:
+    state = _state_of(model)
+    progress("hashing weights")
+    return Digests(
+        tensors=digest_tensors(state),
+        tokenizer=digest_tokenizer(tokenizer),
+        chat_template=digest_chat_template(tokenizer),
+    )
+
+
+def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     if any(isinstance(module, StableLinear) for module in model.modules()):
         raise UnsupportedModel(
             "this model was given to an engine before; pass its LoadedModel instead of "
             "describing it again"
         )
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        header = json.dumps([name, str(tensor.dtype), list(tensor.shape)])
-        digest.update(len(header).to_bytes(4, "big") + header.encode())
-        data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy().data)
-    return digest.digest()
+    return model.state_dict()
 
 
-def _converted(
-    gguf: Path, dtype: torch.dtype, cache_dir: Path, progress: Callable[[str], None]
-) -> Path:
+def _converted(gguf: Path, options: _Options) -> Path:
     """Return the folder with the dequantised weights, making it if need be."""
-    progress("hashing the GGUF file")
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise BrokenModel(f"model {gguf} is not a GGUF file: wrong first bytes")
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest, seen = _digest_gguf(gguf, options)
     version = importlib.metadata.version("transformers")
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(options.dtype).removeprefix("torch.")
+    cache_dir = options.cache_dir
     target = cache_dir / f"{digest[:32]}-{dtype_name}-transformers-{version}"
     if target.is_dir():
         return target
@@ -316,13 +416,39 @@ def _converted(
         ) from error
     try:
         with _breakage_named(gguf):
-            _convert(gguf, dtype, aside, progress)
+            _convert(gguf, options.dtype, aside, options.progress)
+        # Else other weights would be kept under this digest for good.
+        if seen is None or not seen.is_same(see_file(gguf.resolve())):
+            raise BrokenModel(f"model {gguf} changed while it was read; start again")
         # Somebody else may have finished first; either result is the same.
         with contextlib.suppress(OSError):
             aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _digest_gguf(gguf: Path, options: _Options) -> tuple[str, FilesSeen | None]:
+    """Return the SHA-256 of a GGUF file, and the file as it was before it was read.
+
+    It is not read if the record knows the file.
+    """
+    path = gguf.resolve()
+    before = see_file(path)
+    record = DigestRecord(_record_places(path, options.cache_dir))
+    if before is not None and options.trusts_digest_record:
+        known = record.find(before, "sha256")
+        if isinstance(known, str) and re.fullmatch("[0-9a-f]{64}", known):
+            return known, before
+    options.progress("hashing the GGUF file")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise BrokenModel(f"model {gguf} is not a GGUF file: wrong first bytes")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if before is not None and before.is_settled and before.is_same(see_file(path)):
+        record.keep(before, "sha256", digest)
+    return digest, before
 
 
 def _convert(

@@ -73,15 +73,7 @@ def check_exact(
 def _fresh(runner: ModelRunner, *, num_tokens: int) -> tuple[Probe, ModelRunner]:
     """Return a probe over KV memory of its own: the engine's stays untouched."""
     kv = runner.kv
-    own = KvMemory(
-        num_layers=kv.num_layers,
-        num_blocks=3 * (-(-num_tokens // kv.block_size) + 1),
-        block_size=kv.block_size,
-        num_kv_heads=kv.num_kv_heads,
-        head_dim=kv.head_dim,
-        dtype=kv.dtype,
-    )
-    own_runner = runner.over(own)
+    own_runner = runner.over(kv.like(3 * (-(-num_tokens // kv.block_size) + 1)))
     return Probe(own_runner), own_runner
 
 

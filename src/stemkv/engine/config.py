@@ -1,0 +1,51 @@
+"""Settings of the engine, checked where they are made.
+
+Owns limits and defaults. What is served is the loaded model's matter; files and
+environment variables are somebody else's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from stemkv.core.sharing import SharingPolicy
+from stemkv.engine.numerics import numerics_named
+from stemkv.errors import ConfigError
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine serves."""
+
+    numerics: str = "exact"
+    kv_memory_bytes: int = 1 << 30
+    block_size: int = 16  # tokens
+    token_budget: int = 512  # most tokens in one step
+    max_num_running: int = 64
+    reuses_prefixes: bool = True
+    sharing: SharingPolicy = field(default_factory=SharingPolicy)
+    num_threads: int | None = None  # None: usable cores less one
+    runs_self_test: bool = True
+    recheck_share: float = 0.0  # share of hits that `Engine.recheck` computes again
+    recheck_seed: int = 0  # which hits those are
+
+    def __post_init__(self) -> None:
+        numerics_named(self.numerics)
+        for name in ("kv_memory_bytes", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
+        if not isinstance(self.sharing, SharingPolicy):
+            raise ConfigError(
+                f"sharing must be a SharingPolicy, got {type(self.sharing).__name__}"
+            )
+        share = self.recheck_share
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not math.isfinite(share) or not 0 <= share <= 1:
+            raise ConfigError(f"recheck_share must be in [0, 1], got {share!r}")
