@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import torch
 
@@ -31,29 +30,27 @@ from stemkv.core.request import FinishReason, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.sharing import SharingPolicy
 from stemkv.core.tokens import TokenIds
-from stemkv.engine.adapter import read_adapter
+from stemkv.engine.adapters import Adapters
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.digest import combine
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
-from stemkv.engine.linear import LinearPlace, linear_places
+from stemkv.engine.linear import linear_places
 from stemkv.engine.load import LoadedModel
-from stemkv.engine.lora import Lora, Verdicts, check_scale
 from stemkv.engine.numerics import Numerics, numerics_named
 from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
 from stemkv.engine.rollout import InFlight, Rollouts
 from stemkv.engine.runner import ModelRunner, prepare_model
 from stemkv.engine.samples import Completion, LiveSample, LiveSamples
 from stemkv.engine.sampling import SamplingParams
-from stemkv.engine.selftest import check_exact, check_layers
+from stemkv.engine.selftest import check_layers, check_numerics
 from stemkv.engine.threads import default_num_threads
 from stemkv.engine.weights import WeightUpdate
 from stemkv.errors import (
     ConfigError,
     EmptyPrompt,
     InvariantError,
-    NumericsError,
     RequestError,
     StemKVError,
     StopInPrompt,
@@ -113,9 +110,7 @@ class Engine:
         self._sharing = self.config.sharing
         self._public: list[TokenIds] = []
         self._declared: set[bytes] = set()  # namespaces that know `_public`
-        self._adapter_sources: dict[str, Path] = {}
-        self._loras: dict[str, Lora] = {}  # by version, kept while anybody needs it
-        self._verdicts: Verdicts = {}
+        self._adapters = Adapters(loaded)
         self._tensor_digests = dict(loaded.tensor_digests)
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         numerics = numerics_named(self.config.numerics)
@@ -124,7 +119,7 @@ class Engine:
         self._runner = self._make_runner(numerics)
         if self.config.runs_self_test:
             check_layers(self._runner, loaded.vocab_size)
-        self._check_numerics(numerics)
+        self._check(numerics)
         self._identities = Identities(self._identify(numerics))
         self.cache = PrefixCache(
             CacheConfig(
@@ -442,7 +437,7 @@ class Engine:
         current = self._identities.adapter(name)
         return self._load_adapter(
             name,
-            self._adapter_sources[name] if path is None else path,
+            self._adapters.source(name) if path is None else path,
             current.scale if scale is None else scale,
             in_flight,
         )
@@ -451,15 +446,15 @@ class Engine:
         self, name: str, *, in_flight: InFlight = InFlight.FINISH
     ) -> None:
         """Refuse requests for an adapter from now on; free it when none is left."""
+        self._check_between_steps("unload_adapter", in_flight)
         if in_flight is InFlight.RESTART:
             raise ConfigError(
                 "in_flight cannot be RESTART when an adapter is unloaded: there is "
                 "nothing to begin again on; use FINISH or ABORT"
             )
-        self._check_between_steps("unload_adapter")
         version = self._identities.adapter(name).version
         self._retire(self._identities.unload(name))
-        del self._adapter_sources[name]
+        self._adapters.forget(name)
         self._handle_in_flight(in_flight, version=version)
         self._drop_unused_adapters()
 
@@ -477,7 +472,7 @@ class Engine:
         Adapters stay, on top of the new weights. Raises `ConfigError` if something
         does not fit; nothing has changed then.
         """
-        self._check_between_steps("update_weights")
+        self._check_between_steps("update_weights", in_flight)
         update = WeightUpdate(
             self.loaded.model,
             tensors,
@@ -502,16 +497,12 @@ class Engine:
 
         Raises `NumericsError` if this build does not keep it; nothing has changed then.
         """
-        self._check_between_steps("update_numerics")
+        self._check_between_steps("update_numerics", in_flight)
         wanted = numerics_named(numerics)
         prepare_model(self.loaded.model, wanted)
-        self._check_numerics(wanted)
-        for version, lora in self._loras.items():
-            if wanted.pads_context and not lora.is_stable:
-                raise NumericsError(
-                    f"adapter {version} does not keep numerics class 'exact' on this "
-                    f"build; unload it first"
-                )
+        self._check(wanted)
+        if wanted.pads_context:
+            self._adapters.check_stable()
         base = replace(
             self._identities.base,
             numerics_class=wanted.name,
@@ -631,21 +622,16 @@ class Engine:
     def _load_adapter(
         self, name: str, path: Path, scale: float, in_flight: InFlight
     ) -> LoadedAdapter:
-        self._check_between_steps("load_adapter")
-        weights = read_adapter(path)
-        lora = Lora(
-            weights,
-            self._adaptable(),
-            scale=check_scale(scale),
-            dtype=self.loaded.dtype,
-            verdicts=self._verdicts,
+        self._check_between_steps("load_adapter", in_flight)
+        digest, lora = self._adapters.read(
+            path,
+            scale=scale,
             needs_stable_rows=self._identities.base.numerics_class == "exact",
         )
         old = next((a.version for a in self.adapters() if a.name == name), None)
-        loaded, retired = self._identities.load(name, weights.digest, float(scale))
+        loaded, retired = self._identities.load(name, digest, float(scale))
         self._retire(retired)
-        self._loras[loaded.version] = lora
-        self._adapter_sources[name] = path
+        self._adapters.keep(name, loaded.version, path, lora)
         if old is not None:
             self._handle_in_flight(in_flight, version=old)
         self._drop_unused_adapters()
@@ -717,15 +703,21 @@ class Engine:
 
     def _drop_unused_adapters(self) -> None:
         """Free the versions that no name, request or waiting re-check refers to."""
-        if len(self._loras) == len(self.adapters()):
+        if len(self._adapters.loras) == len(self.adapters()):
             return
         used = {loaded.version for loaded in self.adapters()}
         used |= self._rechecks.adapters()
         used |= {r.spec.adapter for r in self.scheduler.requests() if r.spec.adapter}
-        for version in set(self._loras) - used:
-            del self._loras[version]
+        self._adapters.drop_unused(used)
 
-    def _check_between_steps(self, verb: str) -> None:
+    def _check_between_steps(
+        self, verb: str, in_flight: InFlight = InFlight.FINISH
+    ) -> None:
+        if not isinstance(in_flight, InFlight):
+            raise ConfigError(
+                f"in_flight must be InFlight.FINISH, RESTART or ABORT, "
+                f"got {in_flight!r}"
+            )
         if self._broken_by is not None:
             raise InvariantError(f"this engine stopped at a defect ({self._broken_by})")
         if self.scheduler.pending is not None:
@@ -739,15 +731,17 @@ class Engine:
             self.kv,
             numerics,
             num_query_heads=self.loaded.num_query_heads,
-            loras=self._loras,
+            loras=self._adapters.loras,
         )
 
-    def _adaptable(self) -> dict[str, LinearPlace]:
-        """Return the linears that see every row of a step: all but the output one."""
-        model: Any = self.loaded.model
-        output = model.get_output_embeddings()
-        places = linear_places(self.loaded.model)
-        return {n: place for n, place in places.items() if place.linear is not output}
+    def _check(self, numerics: Numerics) -> None:
+        """Raise `NumericsError` unless this build and model keep the class's bits."""
+        check_numerics(
+            self.loaded,
+            self._linears,
+            self._make_runner(numerics),
+            runs_self_test=self.config.runs_self_test,
+        )
 
     def _identify(self, numerics: Numerics) -> ComputeIdentity:
         return identify(
@@ -756,28 +750,6 @@ class Engine:
             block_size=self.config.block_size,
             is_packed=self._linears.is_packed,
         )
-
-    def _check_numerics(self, numerics: Numerics) -> None:
-        """Raise `NumericsError` unless this build and model keep the class's bits."""
-        if not numerics.pads_context:
-            return
-        loaded, linears = self.loaded, self._linears
-        if not linears.is_stable:
-            raise NumericsError(
-                f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
-                f"row of a linear depends on how many others there are; use another "
-                f"dtype, or numerics 'tolerant'"
-            )
-        if linears.other_matrices:
-            raise NumericsError(
-                f"numerics class 'exact' does not hold for {loaded.name}: "
-                f"{linears.other_matrices[0]} multiplies by a matrix outside a linear "
-                f"layer, where rows may depend on each other; use 'tolerant'"
-            )
-        if self.config.runs_self_test:
-            check_exact(
-                self._make_runner(numerics), loaded.vocab_size, loaded.context_length
-            )
 
     def _make_kv(self) -> KvMemory:
         loaded = self.loaded

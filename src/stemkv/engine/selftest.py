@@ -14,14 +14,45 @@ import torch
 from stemkv.core.table import BlockTable
 from stemkv.core.tokens import TokenIds
 from stemkv.engine.kv import KvMemory
+from stemkv.engine.linear import LinearFacts
+from stemkv.engine.load import LoadedModel
 from stemkv.engine.probe import Probe, ProbeSequence
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import NumericsError
 
-__all__ = ["check_exact", "check_layers"]
+__all__ = ["check_exact", "check_layers", "check_numerics"]
 
 _NUM_TOKENS = 150  # crosses two tiles of 64 and ends inside the third
 _CHUNKS = (17, 1, 1, 1, 2, 1, 1, 32, 2, 1, 38, 1, 1, 3, 48)  # sum to _NUM_TOKENS
+
+
+def check_numerics(
+    loaded: LoadedModel,
+    linears: LinearFacts,
+    runner: ModelRunner,
+    *,
+    runs_self_test: bool,
+) -> None:
+    """Raise `NumericsError` unless build and model keep the runner's class.
+
+    Without `runs_self_test` only what was found about the linears is judged.
+    """
+    if not runner.numerics.pads_context:
+        return  # class `tolerant` promises no bits
+    if not linears.is_stable:
+        raise NumericsError(
+            f"this build does not keep numerics class 'exact': in {loaded.dtype} a "
+            f"row of a linear depends on how many others there are; use another "
+            f"dtype, or numerics 'tolerant'"
+        )
+    if linears.other_matrices:
+        raise NumericsError(
+            f"numerics class 'exact' does not hold for {loaded.name}: "
+            f"{linears.other_matrices[0]} multiplies by a matrix outside a linear "
+            f"layer, where rows may depend on each other; use 'tolerant'"
+        )
+    if runs_self_test:
+        check_exact(runner, loaded.vocab_size, loaded.context_length)
 
 
 def check_layers(runner: ModelRunner, vocab_size: int) -> None:
