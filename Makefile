@@ -4,7 +4,7 @@
 PYTHON_VENV := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check clean venv
+.PHONY: help setup demo audit test test-all check clean venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -14,6 +14,9 @@ setup: venv ## build .venv with everything needed (PYTHON=... chooses the interp
 
 demo: venv ## show on a real model what is reused and what it saves
 	@.venv/bin/stemkv demo
+
+audit: venv ## attack identity, exactness and isolation of the embedded model
+	@.venv/bin/stemkv audit all
 
 test: venv ## run the tests, without the slow ones
 	@$(PYTHON_VENV) -m pytest -m "not slow"

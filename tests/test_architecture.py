@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"backend", *BELOW_ALL},
     "engine": {"backend", *BELOW_ALL},
     "sim": BELOW_ALL,
-    "audit": BELOW_ALL,
+    # The one sibling that imports another: it attacks the engine, with real tensors
+    # (docs/design/0013-audits-attack-the-engine.md).
+    "audit": {"engine", *BELOW_ALL},
     "report": BELOW_ALL,
     "integrations": BELOW_ALL,
     "cli": {"backend", *SIBLINGS, *BELOW_ALL},
@@ -57,7 +59,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "transformers",
     },
     "sim": {"msgspec", "numpy", "zstandard"},
-    "audit": {"numpy", "torch"},
+    "audit": {"numpy", "safetensors", "torch"},
     "integrations": {"ray", "torch", "vllm"},
     "cli": {"rich", "torch", "typer"},
 }
@@ -87,6 +89,8 @@ CORE_STDLIB = {
 CORE_IGNORANCE: dict[str, set[str]] = {
     "tokens": {"*"},
     "identity": {"*"},
+    "identities": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
+    "sharing": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "blocks": {"*"},
     "config": {"*"},
     "eviction": {"*"},  # policies see opaque ids, times and sizes

@@ -71,7 +71,7 @@ def identity(
     """
 
     def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.identity import IdentityOptions, audit_identity
+        from stemkv.audit.identity.audit import IdentityOptions, audit_identity
 
         options = IdentityOptions(
             revision=revision, adapters=tuple(adapter or ()), key=key, seed=seed
@@ -121,7 +121,7 @@ def isolation(
     """
 
     def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.isolation import IsolationOptions, audit_isolation
+        from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
 
         return audit_isolation(loaded, IsolationOptions(seed=seed), progress)
 
@@ -145,7 +145,7 @@ def all_audits(
     def run_identity(
         loaded: LoadedModel, progress: Callable[[str], None]
     ) -> AuditReport:
-        from stemkv.audit.identity import IdentityOptions, audit_identity
+        from stemkv.audit.identity.audit import IdentityOptions, audit_identity
 
         return audit_identity(loaded, IdentityOptions(seed=seed), progress)
 
@@ -157,7 +157,7 @@ def all_audits(
     def run_isolation(
         loaded: LoadedModel, progress: Callable[[str], None]
     ) -> AuditReport:
-        from stemkv.audit.isolation import IsolationOptions, audit_isolation
+        from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
 
         return audit_isolation(loaded, IsolationOptions(seed=seed), progress)
 

@@ -1,0 +1,1 @@
+"""The audit of identity: is KV reached only by requests that it is right for?"""

@@ -1,0 +1,1 @@
+"""The audit of isolation: can one tenant learn what another one asks?"""
