@@ -98,7 +98,7 @@ def exact(
     """
 
     def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.exact import ExactOptions, audit_exact
+        from stemkv.audit.exact.audit import ExactOptions, audit_exact
 
         options = ExactOptions(numerics=numerics, num_prompts=num_prompts, seed=seed)
         return audit_exact(loaded, options, progress)
@@ -150,7 +150,7 @@ def all_audits(
         return audit_identity(loaded, IdentityOptions(seed=seed), progress)
 
     def run_exact(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.exact import ExactOptions, audit_exact
+        from stemkv.audit.exact.audit import ExactOptions, audit_exact
 
         return audit_exact(loaded, ExactOptions(seed=seed), progress)
 

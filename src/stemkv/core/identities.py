@@ -65,9 +65,9 @@ class Identities:
         """Return the current version of an adapter; raises `UnknownAdapter`."""
         found = self._adapters.get(name) if isinstance(name, str) else None
         if found is None:
-            known = ", ".join(map(repr, self._adapters)) or "none"
+            # Without the names of those that are: they may tell of other tenants.
             raise UnknownAdapter(
-                f"adapter {name!r} is not loaded (loaded: {known}); load it first",
+                f"adapter {name!r:.80} is not loaded; the operator can load it",
                 field="adapter",
             )
         return found

@@ -6,7 +6,6 @@ written in the formats, and read by the readers, that real ones go through.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
+from stemkv.audit.adapters import ADAPTER_FILES, adaptable_places, make_up_adapter
 from stemkv.audit.identity.contexts import ADAPTERS
 from stemkv.engine.adapter import AdapterWeights, read_adapter
 from stemkv.engine.identity import identify
-from stemkv.engine.linear import LinearPlace, StableLinear, linear_places
+from stemkv.engine.linear import StableLinear, linear_places
 from stemkv.engine.load import LoadedModel, load_model
 from stemkv.engine.lora import Lora
 from stemkv.engine.numerics import EXACT, Numerics
@@ -35,9 +34,7 @@ __all__ = [
 ]
 
 _NOISE = 0.02  # of a made-up revision: relative to the spread of each matrix
-_RANK = 8
-_ADAPTER_STRENGTH = 0.1  # norm of what an adapter adds, relative to the matrix
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_PROJECTIONS = ("q_proj", "v_proj")  # as most adapters have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +46,13 @@ class Revision:
     original: Mapping[str, torch.Tensor]
 
 
-def _adaptable_places(loaded: LoadedModel) -> dict[str, LinearPlace]:
-    """Return the linears inside the layers: all but the output one."""
-    model: Any = loaded.model  # transformers' class is not typed
-    output = model.get_output_embeddings()
-    places = linear_places(loaded.model)
-    return {n: place for n, place in places.items() if place.linear is not output}
-
-
 def make_revision(loaded: LoadedModel, *, seed: int) -> Revision:
     """Return the model with a little noise on every linear inside its layers.
 
     The model's linears must be the engine's already (`prepare_model`).
     """
     generator = torch.Generator().manual_seed(seed)
-    places = _adaptable_places(loaded)
+    places = adaptable_places(loaded)
     original = _weights(loaded, [f"{name}.weight" for name in places])
     tensors = {}
     for name in sorted(original):
@@ -121,10 +110,10 @@ def place_adapters(
         target.mkdir()
         if given:
             read_adapter(given[index])  # its errors name the user's path
-            for file in _FILES:
+            for file in ADAPTER_FILES:
                 shutil.copyfile(given[index] / file, target / file)
         else:
-            _write_adapter(target, loaded, seed=seed + index)
+            make_up_adapter(loaded, target, seed=seed + index, projections=_PROJECTIONS)
     read = {name: read_adapter(folder / name) for name in ADAPTERS}
     if len({weights.digest for weights in read.values()}) != len(read):
         raise ConfigError("the two adapters are the same; give two that differ")
@@ -137,40 +126,12 @@ def make_lora(
     """Return an adapter ready to run, as an engine makes it."""
     return Lora(
         weights,
-        _adaptable_places(loaded),
+        adaptable_places(loaded),
         scale=scale,
         dtype=loaded.dtype,
         verdicts={},
         needs_stable_rows=numerics.pads_context,
     )
-
-
-def _write_adapter(folder: Path, loaded: LoadedModel, *, seed: int) -> None:
-    """Write a LoRA adapter in PEFT's format, on queries and values as most are."""
-    places = _adaptable_places(loaded)
-    usual = [n for n in places if n.rpartition(".")[2] in ("q_proj", "v_proj")]
-    targets = sorted(usual or places)
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    weights = _weights(loaded, [f"{name}.weight" for name in targets])
-    for name in targets:
-        weight = weights[f"{name}.weight"].float()
-        num_out, num_in = weight.shape
-        a = torch.randn(_RANK, num_in, generator=generator) / math.sqrt(num_in)
-        b = torch.randn(num_out, _RANK, generator=generator)
-        b *= _ADAPTER_STRENGTH * float(weight.norm()) / float((b @ a).norm())
-        key = f"base_model.model.{name}.lora_"
-        tensors |= {f"{key}A.weight": a.contiguous(), f"{key}B.weight": b.contiguous()}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": _RANK,
-        "lora_alpha": _RANK,
-        "target_modules": sorted({name.rpartition(".")[2] for name in targets}),
-        "bias": "none",
-    }
-    (folder / _FILES[0]).write_text(json.dumps(config), encoding="utf-8")
-    safetensors.torch.save_file(tensors, folder / _FILES[1])
 
 
 def _weights(loaded: LoadedModel, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -592,12 +592,6 @@ def _remaining_table(
                 taken,
                 "exact",
             ),
-            (
-                "which adapters are loaded",
-                "an unknown one is asked for",
-                "the refusal names them",
-                "not tried here",
-            ),
         ),
         note="None of these tells what a private prompt says.",
         label="measured",

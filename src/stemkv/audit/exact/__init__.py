@@ -1,0 +1,1 @@
+"""The audit of exactness: is reused KV what a fresh prefill would give?"""
