@@ -18,11 +18,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stemkv.engine import LoadedModel
 from tests.engine.models import build_model
 
 __all__ = [
     "CONFIG",
+    "Shelf",
     "WEIGHTS",
     "make_adapter",
     "peft_logits",
@@ -128,3 +128,24 @@ def rewrite_weights(
     file = folder / WEIGHTS
     save_file(dict(change(load_file(file))), file)
     return folder
+
+
+class Shelf:
+    """Adapters by what they were made with; each is made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Path] = {}
+
+    def adapter(
+        self,
+        model: str = "llama-group1",
+        dtype: torch.dtype = torch.float32,
+        **how: Any,
+    ) -> Path:
+        """Return a folder; nobody may change what is in it."""
+        key = repr((model, dtype, sorted(how.items())))
+        if key not in self._made:
+            folder = self._folder / f"adapter{len(self._made)}"
+            self._made[key] = make_adapter(folder, model, dtype, **how)
+        return self._made[key]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from stemkv.core.blocks import BlockPool, BlockState
 from stemkv.core.cache import PrefixCache
 from stemkv.core.identity import PUBLIC
-from stemkv.core.request import RequestState
+from stemkv.core.request import Request, RequestState
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES
@@ -53,8 +53,13 @@ def check_tree(tree: PrefixTree, block_size: int) -> None:
     block_bytes = block_size * TOKEN_BYTES
     seen: dict[int, Node] = {}
     num_blocks = num_pinned = 0
-    roots = [*tree.roots().values(), *tree.retired_roots()]
-    stack = list(roots)
+    live, retired = tree.roots(), tree.retired_roots()
+    for root in live.values():
+        _require(not root.is_retired, "a retired root can be matched")
+    for root in retired:
+        _require(root.is_retired, "a root is kept as retired and is not")
+        _require(bool(root.children), "a retired root without blocks is kept")
+    stack = [*live.values(), *retired]
     while stack:
         parent = stack.pop()
         for domain, children in parent.children.items():
@@ -109,12 +114,17 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     for lease in leases:
         _require(not lease.is_released, "a released lease is still in use")
         _check_lease_path(lease)
+        _check_lease_root(cache, lease)
         private.update(lease.table.ids(lease.num_published_blocks))
         for pinned in (lease.node, lease.copy_source):
             if pinned is not None:
                 pins.update(node.id for node in pinned.path())
     for node in cache.tree.nodes():
         _equal(f"leases on node {node.id}", node.ref_count, pins[node.id])
+        _require(
+            node.ref_count > 0 or not node.root().is_retired,
+            f"node {node.id} is retired, held by no lease and not freed",
+        )
     for block_id in range(cache.pool.num_total):
         _equal(
             f"references to block {block_id} (a lost lease shows here)",
@@ -128,7 +138,7 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Requests, leases, order and cache agree."""
+    """Requests, leases, order, fences and cache agree (I7, I9, I19)."""
     requests = scheduler.requests()
     running = [r for r in requests if r.state is RequestState.RUNNING]
     waiting = [r for r in requests if r.state is not RequestState.RUNNING]
@@ -158,6 +168,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
             f"{request.request_id} reuses its whole prompt",
         )
         _check_tokens(request.tokens, lease)
+        _check_fence(request, lease)
+    _check_epochs(scheduler)
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)
@@ -183,6 +195,56 @@ def _check_tokens(tokens: bytes, lease: Lease) -> None:
                 node.domain in (PUBLIC, lease.domain),
                 "a lease holds another domain's block",
             )
+
+
+def _check_lease_root(cache: PrefixCache, lease: Lease) -> None:
+    """What a lease publishes is where its namespace is matched, or nowhere (I9)."""
+    if lease.namespace is None:
+        _require(lease.node is None, "a lease without a namespace holds a node")
+        return
+    if lease.node is None:
+        raise InvariantError("a lease with a namespace holds no node")
+    root = lease.node.root()
+    _require(
+        root.is_retired or cache.tree.roots().get(lease.namespace) is root,
+        "a lease holds a tree that is neither retired nor its namespace's",
+    )
+
+
+def _check_fence(request: Request, lease: Lease) -> None:
+    """A request publishes under its own namespace, and under none once cut off (I9)."""
+    if request.namespace is not None:
+        _equal(
+            f"namespace of {request.request_id}'s lease",
+            lease.namespace,
+            request.namespace,
+        )
+    elif lease.node is not None:
+        _require(
+            lease.node.root().is_retired,
+            f"{request.request_id} shares nothing and could publish",
+        )
+
+
+def _check_epochs(scheduler: Scheduler) -> None:
+    """Requests are counted by epoch, and only those of the open one run."""
+    open_epoch, num_fences = scheduler._open_epoch, scheduler._num_fences
+    _require(open_epoch <= num_fences, "a fence is lifted that was not set up")
+    requests = scheduler.requests()
+    by_epoch = Counter(request.epoch for request in requests)
+    _equal("requests by epoch", scheduler._num_by_epoch, dict(by_epoch))
+    for request in requests:
+        _require(
+            open_epoch <= request.epoch <= num_fences,
+            f"{request.request_id} is of epoch {request.epoch}, which is not one of "
+            f"{open_epoch} to {num_fences}",
+        )
+        _require(
+            request.epoch == open_epoch or request.state is RequestState.WAITING,
+            f"{request.request_id} started before its fence was lifted",
+        )
+    roots = Counter(request.spec.request_id for request in requests)
+    _equal("samples in flight by id", scheduler._num_in_flight, dict(roots))
 
 
 def _equal(what: str, actual: object, expected: object) -> None:

@@ -93,11 +93,11 @@ class RequestSpec:
         if (
             not isinstance(self.start_position, int)
             or isinstance(self.start_position, bool)
-            or self.start_position < 0
+            or not 0 <= self.start_position < 2**31
         ):
             raise InvalidLimit(
-                f"start_position must be an integer of at least 0, "
-                f"got {self.start_position!r}",
+                f"start_position must be an integer in [0, 2**31), "
+                f"got {self.start_position!r:.80}",
                 field="start_position",
             )
         if not isinstance(self.namespace, bytes | None):

@@ -120,15 +120,8 @@ class Scheduler:
         """Return how many samples in flight were added before this epoch began."""
         return sum(n for each, n in self._num_by_epoch.items() if each < epoch)
 
-    # Verbs
-
-    def add(self, spec: RequestSpec) -> Request:
-        """Queue a request.
-
-        One that can never run is refused at once: `PromptTooLong` if prompt and
-        output exceed the cache or the context, `InvalidLimit` if its samples exceed
-        the places, `DuplicateRequest` if its id is in flight.
-        """
+    def check(self, spec: RequestSpec) -> None:
+        """Raise what `add` would raise now; changes nothing."""
         if spec.num_samples > self.config.max_num_running:
             raise InvalidLimit(
                 f"num_samples is {spec.num_samples} but at most "
@@ -141,8 +134,19 @@ class Scheduler:
                 f"request id {spec.request_id!r} is in flight; choose another",
                 field="request_id",
             )
+        self._check_size(Request(spec, self._num_added))
+
+    # Verbs
+
+    def add(self, spec: RequestSpec) -> Request:
+        """Queue a request.
+
+        One that can never run is refused at once: `PromptTooLong` if prompt and
+        output exceed the cache or the context, `InvalidLimit` if its samples exceed
+        the places, `DuplicateRequest` if its id is in flight.
+        """
+        self.check(spec)
         request = Request(spec, self._num_added)
-        self._check_size(request)
         request.epoch = self._num_fences
         self._num_added += 1
         self._take_in(request)

@@ -27,12 +27,16 @@ import torch
 from stemkv.engine.digest import tensor_digest
 from stemkv.errors import BrokenAdapter, UnsupportedModel
 
-__all__ = ["AdapterWeights", "LoraPair", "read_adapter"]
+__all__ = ["AdapterWeights", "LoraPair", "finite_float", "read_adapter"]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+
+# Ways to begin training that leave the base model as it is. The others (pissa, olora,
+# corda, loftq …) change its weights again whenever peft loads the adapter.
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 # Settings under which a module computes something other than x A^T B^T added to it.
 _REFUSED: dict[str, Any] = {
@@ -73,6 +77,7 @@ def read_adapter(path: Path) -> AdapterWeights:
     Raises `BrokenAdapter` if files are missing, damaged or contradict each other, and
     `UnsupportedModel` for kinds of adapters that would be computed wrongly.
     """
+    path = Path(path)
     config = _read_config(path)
     tensors = _read_tensors(path / _WEIGHTS)
     matrices: dict[str, dict[str, torch.Tensor]] = {}
@@ -104,7 +109,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BrokenAdapter(f"adapter folder {path} has no {_CONFIG}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BrokenAdapter(f"{file} cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise BrokenAdapter(f"{file} must hold an object, got {type(config).__name__}")
@@ -118,6 +123,13 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"adapter {path} uses {what} ({name}), which is not supported"
             )
+    beginning = config.get("init_lora_weights")
+    if not any(beginning is known or beginning == known for known in _BEGINNINGS):
+        raise UnsupportedModel(
+            f"adapter {path} was begun with init_lora_weights = {beginning!r:.80}, for "
+            f"which peft changes the base model's weights; convert it to plain LoRA "
+            f"when saving"
+        )
     if config.get("bias", "none") != "none":
         raise UnsupportedModel(
             f"adapter {path} trains biases (bias = {config['bias']!r}), which is not "
@@ -165,24 +177,46 @@ def _scaling(path: Path, config: dict[str, Any], module: str, *, rank: int) -> f
     The rank is that of the matrices; a config that says another was not written for
     them.
     """
-    declared = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+    declared = _by_pattern(path, config, "rank_pattern", module, config.get("r"))
     if declared != rank:
         raise BrokenAdapter(
             f"adapter {path}: {module} has rank {rank} but {_CONFIG} says {declared}"
         )
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not is_number or not math.isfinite(alpha):
-        raise BrokenAdapter(
-            f"adapter {path}: lora_alpha must be a number, got {alpha!r}"
-        )
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    alpha = finite_float(
+        _by_pattern(path, config, "alpha_pattern", module, config.get("lora_alpha"))
+    )
+    if alpha is None:
+        raise BrokenAdapter(f"adapter {path}: lora_alpha must be a finite number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
+def finite_float(value: object) -> float | None:
+    """Return a number as a float, or `None` for anything that is no finite one."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        result = float(value)
+    except OverflowError:
+        return None
+    return result if math.isfinite(result) else None
+
+
+def _by_pattern(
+    path: Path, config: dict[str, Any], name: str, module: str, default: Any
+) -> Any:
     """Return the value of the first pattern that fits the module, as peft does."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise BrokenAdapter(f"adapter {path}: {name} must be an object")
+    for pattern, value in patterns.items():
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise BrokenAdapter(
+                f"adapter {path}: {name} has the pattern {pattern!r:.80}, which is no "
+                f"regular expression ({error})"
+            ) from error
+        if fits:
             return value
     return default
 

@@ -35,6 +35,8 @@ class EmbeddedPrompt:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
+        self.hidden_size = hidden_size
+        self.dtype = dtype
         joined: list[TokenIds | Span] = []
         vectors = []
         positions: list[int] = []

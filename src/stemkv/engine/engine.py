@@ -107,6 +107,7 @@ class Engine:
         self._ended: list[Completion] = []  # not yet returned by `step`
         self._num_added: dict[str, int] = {}  # by tenant: ids tell nobody of others
         self._broken_by: str | None = None  # what is impossible happened; see `step`
+        self._is_telling = False  # whether `on_event` runs
         self._sharing = self.config.sharing
         self._public: list[TokenIds] = []
         self._declared: set[bytes] = set()  # namespaces that know `_public`
@@ -301,6 +302,8 @@ class Engine:
                 "prompt must be TokenIds of text, or what `embed` returns",
                 field="prompt",
             )
+        if embedded is not None:
+            self._check_embedded(embedded)
         domain = self._sharing.domain(tenant, request_class)
         version = None
         if adapter is not None:
@@ -320,8 +323,9 @@ class Engine:
             adapter=version,
             start_position=start_position,
         )
+        # Before a namespace is named: refused requests must not use any up.
+        self.scheduler.check(spec)
         if domain is not None:
-            # After the spec has checked `start_position`.
             spec = replace(
                 spec,
                 namespace=self.namespace_of(adapter, start_position=start_position),
@@ -419,7 +423,7 @@ class Engine:
             raise ConfigError(
                 f"adapter {name!r} is loaded; use reload_adapter to replace it"
             )
-        return self._load_adapter(name, path, scale, InFlight.FINISH)
+        return self._load_adapter(name, path, scale, InFlight.FINISH, "load_adapter")
 
     def reload_adapter(
         self,
@@ -440,6 +444,7 @@ class Engine:
             self._adapters.source(name) if path is None else path,
             current.scale if scale is None else scale,
             in_flight,
+            "reload_adapter",
         )
 
     def unload_adapter(
@@ -592,13 +597,31 @@ class Engine:
 
     def _take_events(self, events: tuple[Event, ...]) -> None:
         """Settle what happened; what ended waits for the next `step` to return it."""
-        if self.on_event is not None:
-            for event in events:
-                self.on_event(event)
         ended = self._samples.settle(events)
         self._ended.extend(ended)
         if ended:
             self._drop_unused_adapters()
+        if self.on_event is None:
+            return
+        self._is_telling = True
+        try:
+            for event in events:
+                self.on_event(event)
+        except Exception:
+            # Who only listens must not stop the engine, nor lose anybody's answer.
+            _log.exception("on_event failed; it misses the rest of this step's events")
+        finally:
+            self._is_telling = False
+
+    def _check_embedded(self, prompt: EmbeddedPrompt) -> None:
+        own = (int(self.loaded.config.hidden_size), self.loaded.dtype)
+        if (prompt.hidden_size, prompt.dtype) != own:
+            raise RequestError(
+                f"prompt has embeddings of size {prompt.hidden_size} in "
+                f"{prompt.dtype}, this model's are of size {own[0]} in {own[1]}; make "
+                f"it with this engine's `embed`",
+                field="prompt",
+            )
 
     def _consider_rechecks(self, plan: StepPlan) -> None:
         """Draw among the hits that this step is the first to build on."""
@@ -620,9 +643,9 @@ class Engine:
     # Private: rollouts
 
     def _load_adapter(
-        self, name: str, path: Path, scale: float, in_flight: InFlight
+        self, name: str, path: Path, scale: float, in_flight: InFlight, verb: str
     ) -> LoadedAdapter:
-        self._check_between_steps("load_adapter", in_flight)
+        self._check_between_steps(verb, in_flight)
         digest, lora = self._adapters.read(
             path,
             scale=scale,
@@ -647,6 +670,7 @@ class Engine:
 
         def change_safely() -> None:
             self._rechecks.clear()
+            self._drop_unused_adapters()
             try:
                 change()
             except BaseException as error:
@@ -682,6 +706,7 @@ class Engine:
             else:
                 self._restart(live, now)
         self._take_events(self.scheduler.take_events())
+        self._rollouts.make_due()  # the last request of before may just have ended
 
     def _restart(self, live: LiveSample, now: float) -> None:
         """Let a sample begin again on what its adapter's name means now."""
@@ -720,8 +745,10 @@ class Engine:
             )
         if self._broken_by is not None:
             raise InvariantError(f"this engine stopped at a defect ({self._broken_by})")
-        if self.scheduler.pending is not None:
-            raise ConfigError(f"{verb} was called while a step runs; call it between")
+        if self.scheduler.pending is not None or self._is_telling:
+            raise ConfigError(
+                f"{verb} was called inside on_logits or on_event; call it between steps"
+            )
 
     # Private: making
 

@@ -94,7 +94,7 @@ class StableLinear(nn.Module):
         # Linears of one shape use one kernel, so one trial serves them all.
         shape = tuple(weight.shape)
         if shape not in verdicts:
-            verdicts[shape] = _min_stable_rows(self._multiply, weight)
+            verdicts[shape] = _min_stable_rows(shape, weight.dtype, is_packed)
         found = verdicts[shape]
         self.is_stable = found is not None
         self.min_rows = 1 if found is None else found
@@ -302,15 +302,23 @@ def _can_join(linears: list[nn.Module | None]) -> bool:
 
 
 def _min_stable_rows(
-    multiply: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor
+    shape: tuple[int, ...], dtype: torch.dtype, is_packed: bool
 ) -> int | None:
     """Return from how many rows on a row's bits are the same among any others.
 
-    `None` if 16 rows do not suffice. Sums that nearly cancel show the order of
-    additions in their last bits, where ordinary ones are rounded alike in bfloat16;
-    so each probe row is made orthogonal to one of the weight's rows.
+    `None` if 16 rows do not suffice. Tried with random weights: those that are served
+    may be zero now and others later, and zeros show nothing. Sums that nearly cancel
+    show the order of additions in their last bits, where ordinary ones are rounded
+    alike in bfloat16; so each probe row is made orthogonal to one of the weight's rows.
     """
     generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    if is_packed:
+        multiply = _packed_product(
+            torch.ops.mkldnn._reorder_linear_weight(weight), None
+        )
+    else:
+        multiply = _plain_product(weight, None)
     # Rows of the weight, evenly spread; the same one twice if there are fewer.
     picked = torch.arange(_NUM_PROBES) * len(weight) // _NUM_PROBES
     against = weight[picked].double()

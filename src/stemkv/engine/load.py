@@ -89,6 +89,10 @@ class LoadedModel:
     context_length: int  # tokens
     eos_token_ids: frozenset[int]
 
+    def __post_init__(self) -> None:
+        # Each model its own: a copy that is updated must not rename the original.
+        object.__setattr__(self, "tensor_digests", dict(self.tensor_digests))
+
     @property
     def weights_digest(self) -> bytes:
         """SHA-256 over the digests of all tensors, see `digest.combine`."""

@@ -12,13 +12,12 @@ half the calls.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from stemkv.engine.adapter import AdapterWeights, LoraPair
+from stemkv.engine.adapter import AdapterWeights, LoraPair, finite_float
 from stemkv.engine.linear import LinearPlace, StableLinear
 from stemkv.errors import BrokenAdapter, ConfigError, NumericsError
 
@@ -56,7 +55,13 @@ class Lora:
         self.is_stable = True  # whether rows are independent of each other
         self.deltas: dict[int, _Delta] = {}
         for index, parts in by_linear.items():
-            delta = _Delta(parts, scale=scale, dtype=dtype, verdicts=verdicts)
+            a, b = _matrices(parts, scale=scale, dtype=dtype)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise BrokenAdapter(
+                    f"adapter {weights.path} at scale {scale:g} has values that are "
+                    f"not finite in {dtype}; use a smaller scale"
+                )
+            delta = _Delta(parts[0][0].linear, a, b, verdicts)
             if needs_stable_rows and not delta.is_stable:
                 raise NumericsError(
                     f"adapter {weights.path}: rows of its products depend on each other "
@@ -70,41 +75,45 @@ class Lora:
 
 def check_scale(scale: object) -> float:
     """Return the scale as a float; raises `ConfigError` unless finite and above 0."""
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not is_number or not math.isfinite(scale) or scale <= 0:  # type: ignore[arg-type,operator]
-        raise ConfigError(f"adapter scale must be finite and above 0, got {scale!r}")
-    return float(scale)  # type: ignore[arg-type]
+    value = finite_float(scale)
+    if value is None or value <= 0:
+        raise ConfigError(
+            f"adapter scale must be finite and above 0, got {scale!r:.80}"
+        )
+    return value
 
 
 class _Delta:
     """`x -> x A^T B^T`, with scaling in B, for one (joint) linear."""
 
     def __init__(
-        self,
-        parts: list[tuple[LinearPlace, LoraPair]],
-        *,
-        scale: float,
-        dtype: torch.dtype,
-        verdicts: Verdicts,
+        self, linear: StableLinear, a: torch.Tensor, b: torch.Tensor, verdicts: Verdicts
     ) -> None:
-        linear = parts[0][0].linear
-        rank = sum(len(pair.a) for _, pair in parts)
-        a = torch.cat([pair.a.float() for _, pair in parts]).to(dtype)
-        b = torch.zeros(linear.out_features, rank, dtype=dtype)
-        column = 0
-        for place, pair in parts:
-            end = column + len(pair.a)
-            # In float32, so that scaling rounds once.
-            scaled = pair.b.float() * (pair.scaling * scale)
-            b[place.start : place.end, column:end] = scaled.to(dtype)
-            column = end
         self._down = _stable(a, linear.is_packed, verdicts)
         self._up = _stable(b, linear.is_packed, verdicts)
         self.is_stable = self._down.is_stable and self._up.is_stable
-        self.num_bytes = (a.numel() + b.numel()) * dtype.itemsize
+        self.num_bytes = a.nbytes + b.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._up.forward(self._down.forward(x))
+
+
+def _matrices(
+    parts: list[tuple[LinearPlace, LoraPair]], *, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A of all parts `[rank, in_features]` and B `[out_features, rank]`."""
+    linear = parts[0][0].linear
+    rank = sum(len(pair.a) for _, pair in parts)
+    a = torch.cat([pair.a.float() for _, pair in parts]).to(dtype)
+    b = torch.zeros(linear.out_features, rank, dtype=dtype)
+    column = 0
+    for place, pair in parts:
+        end = column + len(pair.a)
+        # In float32, so that scaling rounds once.
+        scaled = pair.b.float() * (pair.scaling * scale)
+        b[place.start : place.end, column:end] = scaled.to(dtype)
+        column = end
+    return a, b
 
 
 def _stable(weight: torch.Tensor, is_packed: bool, verdicts: Verdicts) -> StableLinear:

@@ -35,7 +35,7 @@ from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.sampling import SamplingParams, choose_token, make_generator
 from stemkv.engine.text import OutputText
-from stemkv.errors import StemKVError
+from stemkv.errors import InvariantError
 from stemkv.measure.timeline import RequestTimeline
 
 __all__ = ["Completion", "LiveSample", "LiveSamples"]
@@ -242,7 +242,7 @@ class LiveSamples:
         """Sample, or fail this sample alone: it must not end its batch mates."""
         try:
             return self._sample_one(sample_id, row, is_finite, on_logits)
-        except StemKVError:
+        except InvariantError:
             raise
         except Exception:
             _log.exception("request %s cannot be sampled; it is aborted", sample_id)

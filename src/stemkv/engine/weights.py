@@ -44,6 +44,8 @@ class WeightUpdate:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        for name, tensor in tensors.items():
+            _check_kind(name, tensor)
         tied = _with_tied(model, dict(tensors), names)
         self._tensors = {
             name: self._checked(name, tensor, names) for name, tensor in tied.items()
@@ -79,8 +81,6 @@ class WeightUpdate:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"the model has no tensor {name!r}{hint}")
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
         expected = self._shape(name)
         if tuple(tensor.shape) != expected:
             raise ConfigError(
@@ -106,6 +106,18 @@ class WeightUpdate:
     def _dtype(self, name: str) -> torch.dtype:
         place = self._place(name)
         return self._others[name].dtype if place is None else place.linear.dtype
+
+
+def _check_kind(name: object, tensor: object) -> None:
+    """Refuse what is no dense tensor of real numbers with values behind it."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta
+    if not is_dense or not tensor.is_floating_point():
+        raise ConfigError(
+            f"{name!r} must be a dense tensor of floating-point numbers, got "
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
 
 
 def _with_tied(
