@@ -7,6 +7,7 @@ not be decided. Knows nothing of the attacks.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _MARKS = {
     Verdict.BROKEN: "[bold red]broken[/bold red]",
     Verdict.INCONCLUSIVE: "[yellow]inconclusive[/yellow]",
 }
+_SECONDS_BETWEEN_LINES = 5.0  # of progress, where nobody watches
 _EXIT_CODES = {Verdict.HOLDS: 0, Verdict.BROKEN: 1, Verdict.INCONCLUSIVE: 3}
 
 
@@ -48,12 +50,15 @@ def with_progress(
     """Run an audit while showing what it is at; lines if nobody watches."""
     torch.set_num_threads(num_threads or default_num_threads())
     start = time.monotonic()
+    printed = -math.inf
     with console.status("audit") as status:
 
         def show(stage: str) -> None:
+            nonlocal printed
             seconds = time.monotonic() - start
             status.update(f"{stage} [{seconds:.0f} s so far]")
-            if not console.is_terminal:
+            if not console.is_terminal and seconds >= printed + _SECONDS_BETWEEN_LINES:
+                printed = seconds
                 console.print(f"[{seconds:.0f} s] {stage}", markup=False)
 
         report = run(loaded, show)

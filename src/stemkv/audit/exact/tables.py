@@ -62,10 +62,13 @@ def num_changed(results: Sequence[Reuse]) -> int:
 
 
 def state_table(found: Sequence[Found]) -> Table:
-    """Return one row per state."""
+    """Return one row per state; relative differences only if bits differ."""
+    has_differences = any(each.tally.num_differing for each in found)
+    worst = ("worst in KV (measured)", "worst in logits (measured)")
     rows = []
     for each in found:
         reached = each.reached
+        differences = (each.tally.worst_kv, each.tally.worst_logits)
         rows.append(
             (
                 each.state,
@@ -74,8 +77,7 @@ def state_table(found: Sequence[Found]) -> Table:
                 sum(seen.counts.reused for seen in reached.seen) if reached else 0,
                 each.tally.num_values,
                 each.tally.num_differing,
-                each.tally.worst_kv,
-                each.tally.worst_logits,
+                *(differences if has_differences else ()),
                 proof(reached) if reached else each.problem,
             )
         )
@@ -88,8 +90,7 @@ def state_table(found: Sequence[Found]) -> Table:
             "tokens reused",
             "values",
             "differing",
-            "worst in KV (measured)",
-            "worst in logits (measured)",
+            *(worst if has_differences else ()),
             "reached by",
         ),
         rows=tuple(rows),
