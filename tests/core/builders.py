@@ -1,14 +1,17 @@
 """What the core's tests are arranged from: words as tokens, small caches, histories.
 
-A token is a letter, so a test shows its prompts: `tokens("abcd")`. Nothing in here
-decides anything; `snapshot`, `resident` and `count_calls` only look.
+A token is a letter, so a test shows its prompts: `tokens("abcd")`; where spans are
+needed a prompt has parts: `Prompt("ab", span("cat"), "cd")`. Nothing in here decides
+anything; `snapshot`, `resident` and `count_calls` only look.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from types import FrameType
 from typing import Any
 
@@ -17,7 +20,7 @@ from stemkv.core.config import CacheConfig
 from stemkv.core.eviction import Lru
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
 from stemkv.core.table import Lease
-from stemkv.core.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.tokens import TOKEN_BYTES, Span, TokenIds
 from stemkv.core.tree import Node
 
 NAMESPACE = b"n" * 32
@@ -30,6 +33,57 @@ CREW = Domain.group("alice")  # the name is a principal's on purpose
 def tokens(text: str) -> bytes:
     """One token per letter."""
     return TokenIds.from_ids([ord(letter) for letter in text]).buffer
+
+
+def span(name: str, num_tokens: int = 16) -> Span:
+    return Span(digest=sha256(name.encode()).digest(), num_tokens=num_tokens)
+
+
+class Prompt:
+    """Letters and spans: the ids that the cache sees, and the inputs they stand for.
+
+    `num_alike` makes the ids of spans weak: so many leading ids are the same in every
+    span, whatever its content. Then only `inputs` says what KV is really of.
+    """
+
+    def __init__(self, *parts: str | Span, num_alike: int = 0) -> None:
+        self.parts = parts
+        self.num_alike = num_alike
+        texts = [TokenIds(tokens(p)) if isinstance(p, str) else p for p in parts]
+        self.ids = weakened(TokenIds.from_parts(texts).buffer, num_alike)
+        self.inputs = tuple(each for part in parts for each in inputs_of(part))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __repr__(self) -> str:
+        return f"Prompt{self.parts!r}"
+
+    def prefix(self, num_tokens: int) -> bytes:
+        return self.ids[: num_tokens * TOKEN_BYTES]
+
+    @property
+    def tokens(self) -> TokenIds:
+        found = TokenIds(b"")
+        found._buffer = self.ids  # the constructor refuses what only `from_parts` makes
+        found.has_spans = any(isinstance(part, Span) for part in self.parts)
+        return found
+
+
+def inputs_of(part: str | Span) -> list[object]:
+    if isinstance(part, str):
+        return list(part)
+    return [(part.digest, part.num_tokens, i) for i in range(part.num_tokens)]
+
+
+def weakened(buffer: bytes, num_alike: int) -> bytes:
+    """Overwrite the first ids of every span with what is the same in all of them."""
+    ids = list(struct.unpack(f"<{len(buffer) // TOKEN_BYTES}i", buffer))
+    starts = [i for i, each in enumerate(ids) if each < 0 and ~each >> 30]
+    for start in starts:
+        for offset in range(num_alike):
+            ids[start + offset] = ~(offset | (offset == 0) << 30)
+    return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def build_cache(*, num_blocks: int, block_size: int) -> PrefixCache:
@@ -252,6 +306,7 @@ __all__ = [
     "NAMESPACE",
     "OTHER_NAMESPACE",
     "PUBLIC",
+    "Prompt",
     "UNKNOWN",
     "ResidentBlock",
     "Sink",
@@ -265,6 +320,7 @@ __all__ = [
     "resident_block",
     "serve",
     "snapshot",
+    "span",
     "spelled",
     "tokens",
 ]

@@ -1,18 +1,23 @@
 """Builders and fakes for tests of the scheduler.
 
 Tokens are written as letters: `"abca"` is a prompt of four tokens, and outputs come
-back as letters too. `FakeRunner` executes plans on virtual KV and objects to
+back as letters too. A capital stands for a span of ten positions: `"abX"` has twelve. `FakeRunner` executes plans on virtual KV and objects to
 everything a tensor would silently get wrong; `Driver` is the loop around a scheduler
 that an engine would be, checking each step and remembering what happened;
 `generate_alone` says what a request must get, whoever else was there.
+
+What a request computes with besides its tokens is a `Model`: another adapter, start
+position or generation of weights gives other KV and other tokens.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any, NamedTuple, TypeVar
 
 from stemkv.core import (
@@ -41,22 +46,28 @@ from stemkv.core.events import (
     RequestAdmitted,
     RequestFinished,
     RequestForked,
+    RequestRestarted,
     TokenSampled,
 )
-from stemkv.core.request import RequestState, child_id
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.request import RequestState, TokenCounts, child_id
+from stemkv.core.tokens import TOKEN_BYTES, Span
 
 __all__ = [
+    "BASE",
     "NAMESPACE",
     "Driver",
     "FakeRunner",
+    "Model",
     "build_spec",
     "generate_alone",
+    "namespace_of",
     "of_type",
     "tokens",
 ]
 
 NAMESPACE = b"n" * 32
+SPAN_TOKENS = 10  # one more than a span needs
+OWN = b""  # the namespace that belongs to a request's model
 VOCABULARY = 4  # small, so that what is generated meets what others ask for
 _FIRST = ord("a")
 
@@ -69,13 +80,37 @@ _ENDED_WELL = {
 E = TypeVar("E")
 
 
+class Model(NamedTuple):
+    """What KV depends on besides the tokens."""
+
+    adapter: str | None = None  # a version, as in `Chunk`
+    start_position: int = 0
+    weights: int = 0  # how many replacements in place there were
+
+
+BASE = Model()
+
+
+def namespace_of(model: Model) -> bytes:
+    return NAMESPACE if model == BASE else sha256(repr(model).encode()).digest()
+
+
 def tokens(text: str) -> TokenIds:
-    """One token per letter."""
-    return TokenIds.from_ids([ord(letter) - _FIRST for letter in text])
+    """One token per letter, one span per capital."""
+    if not any(map(str.isupper, text)):
+        return TokenIds.from_ids([ord(letter) - _FIRST for letter in text])
+    return TokenIds.from_parts(
+        Span(digest=sha256(letter.encode()).digest(), num_tokens=SPAN_TOKENS)
+        if letter.isupper()
+        else tokens(letter)
+        for letter in text
+    )
 
 
 def text_of(buffer: bytes) -> str:
-    return "".join(chr(_FIRST + token) for token in TokenIds(buffer))
+    """One letter per token, a dot per position of a span."""
+    ids = struct.unpack(f"<{len(buffer) // TOKEN_BYTES}i", buffer)
+    return "".join("·" if token < 0 else chr(_FIRST + token) for token in ids)
 
 
 def build_spec(
@@ -87,6 +122,8 @@ def build_spec(
     tenant: str = "a",
     namespace: bytes | None = NAMESPACE,
     num_samples: int = 1,
+    adapter: str | None = None,
+    start_position: int = 0,
 ) -> RequestSpec:
     return RequestSpec(
         request_id=RequestId(request_id),
@@ -96,6 +133,8 @@ def build_spec(
         domain=Domain.private(tenant),
         namespace=namespace,
         num_samples=num_samples,
+        adapter=adapter,
+        start_position=start_position,
     )
 
 
@@ -103,24 +142,32 @@ def of_type(events: Iterable[object], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-# What is generated: a function of the whole prefix and of which sample it is.
+# What is generated: a function of the whole prefix, the model and which sample it is.
 
 
 @lru_cache(maxsize=100_000)
-def next_token(prefix: bytes, sample: int) -> int:
-    digest = blake2b(prefix, digest_size=4, salt=sample.to_bytes(8, "big")).digest()
+def next_token(prefix: bytes, sample: int, model: Model = BASE) -> int:
+    person = b"" if model == BASE else namespace_of(model)[:16]
+    digest = blake2b(
+        prefix, digest_size=4, salt=sample.to_bytes(8, "big"), person=person
+    ).digest()
     return int.from_bytes(digest, "big") % VOCABULARY
 
 
 def generate_alone(
-    prompt: str, max_new_tokens: int, *, sample: int = 0, stops: Iterable[str] = ()
+    prompt: str | TokenIds,
+    max_new_tokens: int,
+    *,
+    sample: int = 0,
+    stops: Iterable[str] = (),
+    model: Model = BASE,
 ) -> str:
     """The transparency oracle: no cache, no batch, no schedule."""
-    prefix = tokens(prompt).buffer
+    prefix = (tokens(prompt) if isinstance(prompt, str) else prompt).buffer
     output = ""
     last = tuple(stops)
     while len(output) < max_new_tokens and not output.endswith(last):
-        token = next_token(prefix, sample)
+        token = next_token(prefix, sample, model)
         prefix += token.to_bytes(TOKEN_BYTES, "little")
         output += chr(_FIRST + token)
     return output
@@ -139,8 +186,10 @@ class Owner(NamedTuple):
     """For whom a slot was computed."""
 
     root_id: int | None  # of the namespace's tree, a new one after `retire`
+    namespace: bytes | None
     tenant: str
     family: str
+    model: Model
 
 
 class Kv(NamedTuple):
@@ -153,8 +202,8 @@ class Kv(NamedTuple):
 class FakeRunner:
     """Executes plans on virtual KV and refuses every unsound access.
 
-    - It reads a slot only if that holds KV of exactly the reader's prefix, computed
-      under the same namespace by the same tenant, or inside a public prefix.
+    - It reads a slot only if that holds KV of exactly the reader's prefix and model,
+      computed under the same namespace by the same tenant, or inside a public prefix.
     - It writes a slot only if its block is in no table but the writer's, and is not
       published.
     """
@@ -163,7 +212,9 @@ class FakeRunner:
         self, scheduler: Scheduler, stops: Mapping[str, FinishReason] | None = None
     ) -> None:
         self.kv: dict[tuple[int, int], Kv] = {}
-        self.public: list[bytes] = []  # whole blocks of declared prefixes
+        self.weights = 0  # generation that is in place
+        self.public: dict[bytes, list[bytes]] = defaultdict(list)  # by namespace
+        self._public_before: dict[int, list[bytes]] = {}  # by root, once it is retired
         self._scheduler = scheduler
         self._block_size = scheduler.cache.config.block_size
         self._stops = {
@@ -186,6 +237,13 @@ class FakeRunner:
         return StepResult(
             {c.request_id: self._sample(c) for c in chunks if c.num_samples}
         )
+
+    def retire(self, namespace: bytes) -> None:
+        """Take back declarations for those who come later."""
+        declared = self.public.pop(namespace, [])
+        root = self._scheduler.cache.tree.roots().get(namespace)
+        if root is not None:
+            self._public_before[root.id] = declared
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Scrub blocks that nobody owns, so that reading one cannot go unnoticed."""
@@ -256,8 +314,16 @@ class FakeRunner:
         assert writer.root_id == reader.root_id, f"{what} is of another namespace"
         if reader.root_id is None:
             assert writer.family == reader.family, f"{what} is of an unsharable request"
-        is_public = any(prefix.startswith(kv.prefix) for prefix in self.public)
-        assert writer.tenant == reader.tenant or is_public, f"{what} is private"
+        assert writer.model == reader.model, f"{what} is of another model"
+        if writer.tenant != reader.tenant:
+            declared = self._declared(reader)
+            is_public = any(prefix.startswith(kv.prefix) for prefix in declared)
+            assert is_public, f"{what} is private"
+
+    def _declared(self, reader: Owner) -> list[bytes]:
+        if reader.root_id in self._public_before:
+            return self._public_before[reader.root_id]
+        return self.public[reader.namespace] if reader.namespace else []
 
     def _write(self, chunk: Chunk, holders: Mapping[int, list[RequestId]]) -> None:
         request = self._scheduler.request(chunk.request_id)
@@ -275,14 +341,22 @@ class FakeRunner:
         lease = request.lease
         assert lease is not None
         root_id = None if lease.node is None else lease.node.root().id
-        return Owner(root_id, lease.domain.name, family_of(request.request_id))
+        spec = request.spec
+        return Owner(
+            root_id,
+            lease.namespace,
+            lease.domain.name,
+            family_of(request.request_id),
+            Model(spec.adapter, spec.start_position, self.weights),
+        )
 
     def _sample(self, chunk: Chunk) -> tuple[Sample, ...]:
         request = self._scheduler.request(chunk.request_id)
         assert request is not None
         prefix = request.tokens[: chunk.end * TOKEN_BYTES]
         first = sample_of(chunk.request_id)
-        drawn = [next_token(prefix, first + k) for k in range(chunk.num_samples)]
+        model = Model(chunk.adapter, chunk.start_position, self.weights)
+        drawn = [next_token(prefix, first + k, model) for k in range(chunk.num_samples)]
         return tuple(Sample(token, self._stops.get(token)) for token in drawn)
 
 
@@ -323,7 +397,11 @@ class Driver:
         self.events: list[Event] = []
         self.outputs: defaultdict[str, str] = defaultdict(str)  # what a client saw
         self.ends: dict[str, RequestFinished | RequestAborted] = {}
-        self.num_executed: Counter[str] = Counter()  # tokens of committed chunks
+        # Tokens of committed chunks, since the request began (again).
+        self.num_executed: Counter[str] = Counter()
+        self.models: dict[str, Model] = {}  # what each sample must be computed with
+        self.restarted: set[str] = set()
+        self.num_fences = 0
 
     # Acts
 
@@ -334,11 +412,14 @@ class Driver:
         *,
         max_new_tokens: int = 4,
         tenant: str = "a",
-        namespace: bytes | None = NAMESPACE,
+        namespace: bytes | None = OWN,
         num_samples: int = 1,
         arrival_s: float | None = None,
+        adapter: str | None = None,
+        start_position: int = 0,
     ) -> Request:
         now = self._tick()
+        model = Model(adapter, start_position, self.num_fences)
         request = self.scheduler.add(
             build_spec(
                 request_id,
@@ -346,24 +427,76 @@ class Driver:
                 max_new_tokens=max_new_tokens,
                 arrival_s=now if arrival_s is None else arrival_s,
                 tenant=tenant,
-                namespace=namespace,
+                namespace=namespace_of(model) if namespace == OWN else namespace,
                 num_samples=num_samples,
+                adapter=adapter,
+                start_position=start_position,
             )
         )
         self.requests[request_id] = request
+        self.models[request_id] = model
         return request
 
     def declare_public(self, prefix: str, namespace: bytes = NAMESPACE) -> int:
         num_blocks = self.cache.declare_public(namespace, tokens(prefix))
-        num_tokens = num_blocks * self.cache.config.block_size
-        self.runner.public.append(tokens(prefix[:num_tokens]).buffer)
+        num_bytes = num_blocks * self.cache.config.block_size * TOKEN_BYTES
+        self.runner.public[namespace].append(tokens(prefix).buffer[:num_bytes])
         return num_blocks
 
     def cancel(self, request_id: str) -> bool:
         return self.scheduler.cancel(RequestId(request_id), self._tick())
 
     def retire(self, namespace: bytes = NAMESPACE) -> int:
+        """Fence a namespace in the cache only, which may be done at any time."""
+        self.runner.retire(namespace)
         return self.cache.retire(namespace, self._tick())
+
+    def retire_for_all(self, namespace: bytes = NAMESPACE) -> int:
+        """Fence a namespace for requests in flight as well."""
+        self.runner.retire(namespace)
+        num_blocks = self.scheduler.retire(namespace, self._tick())
+        self._note(self.scheduler.take_events())
+        return num_blocks
+
+    def restart(
+        self, request_id: str, adapter: str | None = None, *, shares: bool = True
+    ) -> None:
+        """Let a request begin again on the newest weights."""
+        request = self.scheduler.request(RequestId(request_id))
+        assert request is not None
+        model = Model(adapter, request.spec.start_position, self.num_fences)
+        counts = replace(request.counts)
+        num_output = request.num_output_tokens
+        namespace = namespace_of(model) if shares else None
+
+        self.scheduler.restart(request.request_id, namespace, adapter, self._tick())
+
+        discarded = counts.discarded + counts.reused + counts.computed
+        assert request.counts == TokenCounts(discarded=discarded + counts.recomputed)
+        events = self.scheduler.take_events()
+        assert RequestRestarted(
+            now=self.now, request_id=request.request_id, num_discarded_tokens=num_output
+        ) in of_type(events, RequestRestarted)
+        self.models[request_id] = model
+        self.restarted.add(request_id)
+        self._note(events)
+
+    def fence(self) -> int:
+        self.num_fences += 1
+        assert self.scheduler.fence() == self.num_fences
+        return self.num_fences
+
+    def lift_fence(self, epoch: int) -> None:
+        self.scheduler.lift_fence(epoch)
+        self.runner.weights = max(self.runner.weights, epoch)
+
+    def lift_due(self) -> int:
+        """Make all replacements whose turn has come, as a driver does between steps."""
+        while self.runner.weights < self.num_fences:
+            if self.scheduler.num_before(self.runner.weights + 1):
+                break
+            self.lift_fence(self.runner.weights + 1)
+        return self.runner.weights
 
     def schedule(self) -> StepPlan:
         running = [
@@ -401,6 +534,7 @@ class Driver:
     def run(self, max_steps: int = 5_000) -> None:
         """Step until nobody is left."""
         for _ in range(max_steps):
+            self.lift_due()
             if not self.scheduler.has_work:
                 return
             self.step()
@@ -449,19 +583,22 @@ class Driver:
                 blocks.add((node.domain.name, text[:end]))
         return blocks
 
-    def num_findable(self, prompt: str, *, tenant: str = "a") -> int:
+    def num_findable(
+        self, prompt: str, *, tenant: str = "a", namespace: bytes = NAMESPACE
+    ) -> int:
         """How many tokens of the text a request of the tenant would find."""
         # One token is always computed, so ask with one more.
         asked = tokens(prompt + "z").buffer
-        return self.cache.peek(NAMESPACE, Domain.private(tenant), asked).num_tokens
+        return self.cache.peek(namespace, Domain.private(tenant), asked).num_tokens
 
     def expected(self, request_id: str) -> str:
         spec = self.requests[family_of(request_id)].spec
         return generate_alone(
-            text_of(spec.prompt.buffer),
+            spec.prompt,
             spec.max_new_tokens,
             sample=sample_of(request_id),
             stops=self.stops,
+            model=self.models[request_id],
         )
 
     def describe(self) -> str:
@@ -475,13 +612,17 @@ class Driver:
     def check(self) -> None:
         """What is true after every call."""
         check_scheduler(self.scheduler)
+        weights = [self.models[r.request_id].weights for r in self.scheduler.requests()]
+        for epoch in range(self.num_fences + 2):
+            num_before = sum(each < epoch for each in weights)
+            assert self.scheduler.num_before(epoch) == num_before
         if self.scheduler.pending is None:
             self.runner.check()
 
     def check_outputs(self) -> None:
         """Everybody got what he would have got alone, as far as he got."""
         for request_id, request in self.requests.items():
-            output = text_of(request.tokens)[request.num_prompt_tokens :]
+            output = text_of(request.tokens[len(request.spec.prompt.buffer) :])
             assert self.outputs[request_id] == output
         for request_id, output in self.outputs.items():
             expected = self.expected(request_id)
@@ -502,7 +643,9 @@ class Driver:
                 counted = counts.reused + counts.computed + counts.inherited
                 assert counted <= num_prompt
                 continue
-            if sample_of(request_id):
+            if request_id not in self.restarted:
+                assert counts.discarded == 0
+            if sample_of(request_id) and request_id not in self.restarted:
                 assert counts.inherited == num_prompt
                 assert (counts.reused, counts.computed) == (0, 0)
             else:
@@ -557,6 +700,8 @@ class Driver:
             request = self.scheduler.request(chunk.request_id)
             assert request is not None
             assert chunk.start == request.num_computed < chunk.end
+            model = Model(chunk.adapter, chunk.start_position, self.runner.weights)
+            assert model == self.models[chunk.request_id], "computed with another model"
             assert chunk.end <= request.num_tokens
             span = slice(chunk.start * TOKEN_BYTES, chunk.end * TOKEN_BYTES)
             assert chunk.tokens == request.tokens[span]
@@ -585,6 +730,11 @@ class Driver:
                 case RequestForked(request_id=parent_id):
                     # A sample that ends with its first token is gone already.
                     self._note_children(event, self.requests[parent_id])
+                case RequestRestarted(request_id=request_id):
+                    num_discarded = len(self.outputs[request_id])
+                    assert event.num_discarded_tokens == num_discarded
+                    self.outputs[request_id] = ""
+                    self.num_executed[request_id] = 0
                 case TokenSampled(request_id=request_id, token=token, index=index):
                     assert index == len(self.outputs[request_id])
                     self.outputs[request_id] += chr(_FIRST + token)
@@ -598,6 +748,7 @@ class Driver:
         for sample in range(1, parent.spec.num_samples):
             request_id = child_id(parent.request_id, sample)
             assert event.child_ids[sample - 1] == request_id
+            self.models[request_id] = self.models[parent.request_id]
             child = self.scheduler.request(request_id)
             if child is not None:
                 self.requests[request_id] = child

@@ -7,6 +7,7 @@ everybody has what he would have got alone, and nothing is lost.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,19 +24,34 @@ from hypothesis.stateful import (
 from stemkv.core import FinishReason
 from stemkv.core.events import (
     BlocksEvicted,
+    BlocksRetired,
     PrefixAwaited,
     RequestAdmitted,
     RequestForked,
     RequestPreempted,
+    RequestRestarted,
 )
 from stemkv.core.request import RequestState
-from stemkv.errors import DuplicateRequest, InvalidLimit, PromptTooLong
-from tests.core.scheduling import NAMESPACE, Driver, build_spec, of_type
+from stemkv.errors import (
+    DuplicateRequest,
+    InvalidLimit,
+    InvariantError,
+    PromptTooLong,
+)
+from tests.core.scheduling import (
+    BASE,
+    Driver,
+    Model,
+    build_spec,
+    namespace_of,
+    of_type,
+    tokens,
+)
 
 TENANTS = "xyz"
 PUBLIC_TEXT = "abcaabbacb"
 # Prompts start like one of these, so that tenants, samples and outputs keep meeting.
-STEMS = (PUBLIC_TEXT, "bbacabcabb", "abcabbbbbb")
+STEMS = (PUBLIC_TEXT, "bbacabcabb", "abcabbbbbb", "abXcYabbac")
 MAX_STEM = 10
 # One token in four ends a request, if any does.
 STOPS: tuple[dict[str, FinishReason], ...] = (
@@ -44,14 +60,31 @@ STOPS: tuple[dict[str, FinishReason], ...] = (
     {"d": FinishReason.STOP_TOKEN},
     {"d": FinishReason.FAILED},
 )
+# A request that ends in a span and forks breaks the scheduler: `test_spans`,
+# `test_a_request_that_ends_in_a_span_can_fork`. Once that is mended, let them fork.
+AVOIDS_KNOWN_DEFECT = True
+
+# Versions that a request may ask for; most ask for the same.
+ADAPTERS = (None, None, None, "v1")
 
 
-def add(driver: Driver, prompt: str, **spec: int | str | bytes | None) -> None:
+def add(
+    driver: Driver,
+    prompt: str,
+    *,
+    shares: bool = True,
+    adapter: str | None = None,
+    **spec: int | str,
+) -> None:
     """Add a request; it is refused exactly if it could never run."""
+    model = Model(adapter, weights=driver.num_fences)
+    if AVOIDS_KNOWN_DEFECT and prompt != prompt.lower():
+        spec["num_samples"] = 1
+    spec |= {"namespace": namespace_of(model) if shares else None, "adapter": adapter}  # type: ignore[dict-item]
     num_samples, max_new_tokens = spec["num_samples"], spec["max_new_tokens"]
     assert isinstance(num_samples, int)
     assert isinstance(max_new_tokens, int)
-    num_slots = len(prompt) + max_new_tokens - 1
+    num_slots = len(tokens(prompt)) + max_new_tokens - 1
     num_needed = driver.cache.num_blocks_for(num_slots)
     before = driver.scheduler.requests()
     request_id = f"r{len(driver.requests)}-{len(driver.plans)}"
@@ -92,13 +125,48 @@ def abandon(driver: Driver, num_chunks: int) -> None:
     assert planned <= set(driver.ends)
 
 
-def retire(driver: Driver) -> None:
-    """Fence the namespace; nothing of it can be found by anybody."""
-    driver.retire()
+def retire(driver: Driver, adapter: str | None = None) -> None:
+    """Fence a namespace; nothing of it can be found by anybody."""
+    namespace = namespace_of(Model(adapter, weights=driver.num_fences))
+    driver.retire(namespace)
+    check_nothing_is_found(driver, namespace)
 
+
+def retire_for_all(driver: Driver, namespace: bytes) -> None:
+    """Fence a namespace for requests in flight; they are cut off from it for good."""
+    driver.retire_for_all(namespace)
+    num_retired = driver.cache.num_retired_blocks
+    check_nothing_is_found(driver, namespace)
+    assert all(r.namespace != namespace for r in driver.scheduler.requests())
+
+    assert driver.retire_for_all(namespace) == 0
+    assert driver.cache.num_retired_blocks == num_retired
+
+
+def check_nothing_is_found(driver: Driver, namespace: bytes) -> None:
     for stem in STEMS:
         for tenant in TENANTS:
-            assert driver.num_findable(stem, tenant=tenant) == 0
+            found = driver.num_findable(stem, tenant=tenant, namespace=namespace)
+            assert found == 0
+
+
+def roll_out(driver: Driver, in_flight: str) -> None:
+    """Replace the weights: fence first, then deal with requests, then change."""
+    for namespace in driver.cache.tree.roots():
+        retire_for_all(driver, namespace)
+    driver.fence()
+    for request in driver.scheduler.requests():
+        if in_flight == "abort":
+            cancel(driver, request.request_id)
+        elif in_flight == "restart":
+            driver.restart(
+                request.request_id,
+                request.spec.adapter,
+                shares=request.spec.namespace is not None,
+            )
+    if in_flight != "finish":
+        assert driver.scheduler.num_before(driver.num_fences) == 0
+    driver.lift_due()
 
 
 @st.composite
@@ -115,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.integers(1, 4),
-        num_slots=st.integers(14, 48),
+        num_slots=st.integers(14, 60),
         token_budget=st.integers(1, 16),
         max_num_running=st.integers(1, 5),
         max_steps_awaiting=st.sampled_from([0, 1, 256]),
@@ -154,9 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 12),
         tenant=st.sampled_from(TENANTS),
         num_samples=st.sampled_from([1, 1, 1, 2, 3]),
-        namespace=st.sampled_from([NAMESPACE, NAMESPACE, NAMESPACE, None]),
+        shares=st.sampled_from([True, True, True, False]),
+        adapter=st.sampled_from(ADAPTERS),
     )
-    def add(self, prompt: str, **spec: int | str | bytes | None) -> None:
+    def add(self, prompt: str, **spec: Any) -> None:
         add(self.driver, prompt, **spec)
 
     @rule(
@@ -174,7 +243,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_new_tokens=max_new_tokens,
                 tenant=tenant,
                 num_samples=1,
-                namespace=NAMESPACE,
             )
 
     @precondition(lambda self: self.driver.scheduler.has_work)
@@ -219,9 +287,59 @@ class SchedulerMachine(RuleBasedStateMachine):
     def retire(self) -> None:
         retire(self.driver)
 
-    @rule(num_public=st.integers(0, MAX_STEM))
-    def declare_public(self, num_public: int) -> None:
-        self.driver.declare_public(PUBLIC_TEXT[:num_public])
+    @rule(num_public=st.integers(0, MAX_STEM), adapter=st.sampled_from(ADAPTERS))
+    def declare_public(self, num_public: int, adapter: str | None) -> None:
+        model = Model(adapter, weights=self.driver.num_fences)
+        self.driver.declare_public(PUBLIC_TEXT[:num_public], namespace_of(model))
+
+    # What an operator changes while requests are in flight
+
+    @precondition(lambda self: not self.is_pending and self.driver.scheduler.has_work)
+    @rule(data=st.data(), adapter=st.sampled_from(ADAPTERS), shares=st.booleans())
+    def restart(self, data: st.DataObject, adapter: str | None, shares: bool) -> None:
+        requests = self.driver.scheduler.requests()
+        request = data.draw(st.sampled_from(requests))
+        place = request.order_key
+
+        self.driver.restart(request.request_id, adapter, shares=shares)
+
+        assert self.driver.scheduler.requests() == requests
+        assert request.state is RequestState.WAITING
+        assert request.order_key == place
+        assert request.tokens == request.spec.prompt.buffer
+
+    @precondition(lambda self: not self.is_pending)
+    @rule(data=st.data())
+    def retire_for_all(self, data: st.DataObject) -> None:
+        roots = sorted(self.driver.cache.tree.roots())
+        if roots:
+            retire_for_all(self.driver, data.draw(st.sampled_from(roots)))
+
+    @precondition(lambda self: not self.is_pending)
+    @rule(in_flight=st.sampled_from(["finish", "finish", "restart", "abort"]))
+    def roll_out(self, in_flight: str) -> None:
+        roll_out(self.driver, in_flight)
+
+    @precondition(lambda self: self.driver.runner.weights < self.driver.num_fences)
+    @rule()
+    def lift_fence(self) -> None:
+        epoch = self.driver.runner.weights + 1
+        if self.driver.scheduler.num_before(epoch):
+            with pytest.raises(InvariantError):
+                self.driver.lift_fence(epoch)
+        elif not self.is_pending:
+            self.driver.lift_fence(epoch)
+
+    @precondition(lambda self: self.is_pending)
+    @rule(data=st.data())
+    def nothing_is_changed_while_a_step_is_pending(self, data: st.DataObject) -> None:
+        scheduler, requests = self.driver.scheduler, self.driver.scheduler.requests()
+        with pytest.raises(InvariantError, match="is pending"):
+            scheduler.retire(namespace_of(BASE), self.driver.now)
+        if requests:
+            request_id = data.draw(st.sampled_from(requests)).request_id
+            with pytest.raises(InvariantError, match="is pending"):
+                scheduler.restart(request_id, None, None, self.driver.now)
 
     @invariant()
     def is_consistent(self) -> None:
@@ -236,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
+    max_examples=120, stateful_step_count=40, deadline=None
 )
 
 
@@ -266,22 +384,26 @@ def live_long(seed: int, num_acts: int) -> Driver:
     for _ in range(num_acts):
         if rng.random() < 0.25 and len(driver.scheduler.requests()) < 20:
             prompt = rng.choice(STEMS)[: rng.randint(1, MAX_STEM)]
-            spec: dict[str, int | str | bytes | None] = {
+            spec: dict[str, Any] = {
                 "max_new_tokens": rng.randint(1, 14),
                 "num_samples": rng.choice([1, 1, 1, 3]),
-                "namespace": rng.choice([NAMESPACE] * 5 + [None]),
+                "shares": rng.random() < 0.8,
+                "adapter": rng.choice(ADAPTERS),
             }
             for _ in range(rng.choice([1, 1, 3])):
                 rest = "".join(rng.choices("abc", k=rng.choice([0, 0, 1, 3])))
                 tenant = rng.choice(TENANTS)
                 add(driver, prompt + rest, tenant=tenant, **spec)
+        change_what_is_served(driver, rng)
         plan = driver.schedule()
         driver.check()
         if rng.random() < 0.05 and driver.scheduler.requests():
             cancel(driver, rng.choice(driver.scheduler.requests()).request_id)
         if rng.random() < 0.005:
             retire(driver)
-            driver.declare_public(PUBLIC_TEXT)
+            driver.declare_public(
+                PUBLIC_TEXT, namespace_of(Model(weights=driver.num_fences))
+            )
         if rng.random() < 0.02:
             abandon(driver, rng.randint(0, len(plan.chunks)))
         else:
@@ -289,6 +411,24 @@ def live_long(seed: int, num_acts: int) -> Driver:
         driver.check()
     driver.finish()
     return driver
+
+
+def change_what_is_served(driver: Driver, rng: random.Random) -> None:
+    """Seldom, and never twice at a time: somebody must get to the end."""
+    driver.lift_due()
+    if rng.random() < 0.03 and driver.scheduler.requests():
+        request = rng.choice(driver.scheduler.requests())
+        adapter = rng.choice(ADAPTERS)
+        driver.restart(request.request_id, adapter, shares=rng.random() < 0.8)
+    if rng.random() < 0.01:
+        retire_for_all(driver, namespace_of(Model(weights=driver.num_fences)))
+    if rng.random() < 0.01:
+        roll_out(driver, rng.choice(["finish", "finish", "restart", "abort"]))
+    if rng.random() < 0.01:
+        driver.fence()  # without a change of what is cached
+        driver.declare_public(
+            PUBLIC_TEXT, namespace_of(Model(weights=driver.num_fences))
+        )
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -306,8 +446,19 @@ def test_the_walks_meet_everything_they_are_meant_to_meet() -> None:
     drivers = [live_long(seed, num_acts=150) for seed in range(50, 56)]
 
     events = [event for driver in drivers for event in driver.events]
-    for kind in (RequestPreempted, RequestForked, PrefixAwaited, BlocksEvicted):
+    for kind in (
+        RequestPreempted,
+        RequestForked,
+        RequestRestarted,
+        PrefixAwaited,
+        BlocksEvicted,
+        BlocksRetired,
+    ):
         assert of_type(events, kind), f"no {kind.__name__}"
+    assert any(
+        event.num_discarded_tokens for event in of_type(events, RequestRestarted)
+    )
+    assert any(driver.runner.weights for driver in drivers), "no fence was lifted"
     starts = of_type(events, RequestAdmitted)
     assert any(event.is_resumed and event.num_cached_tokens for event in starts)
     assert any(event.num_copied_tokens for event in starts)

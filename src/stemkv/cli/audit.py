@@ -28,6 +28,7 @@ _MARKS = {
     Verdict.BROKEN: "[bold red]broken[/bold red]",
     Verdict.INCONCLUSIVE: "[yellow]inconclusive[/yellow]",
 }
+_WIDTH = 110  # characters
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where nobody watches
 _EXIT_CODES = {Verdict.HOLDS: 0, Verdict.BROKEN: 1, Verdict.INCONCLUSIVE: 3}
 
@@ -84,6 +85,8 @@ def show_reports(
         print(document)
     else:
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)  # a file has no width of its own
         for report in reports:
             _print(report, console)
         if json_file is not None:
@@ -110,7 +113,13 @@ def _rich(table: Table) -> RichTable:
     shown = RichTable(title=title, caption=table.note or None, title_justify="left")
     for index, column in enumerate(table.columns):
         is_number = any(isinstance(row[index], int | float) for row in table.rows)
-        shown.add_column(column, justify="right" if is_number else "left")
+        # A number that is cut short would be another number.
+        shown.add_column(
+            column,
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
     for row in table.rows:
         shown.add_row(*map(_cell, row))
     return shown
