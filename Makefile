@@ -19,7 +19,7 @@ audit: venv ## attack identity, exactness and isolation of the embedded model
 	@.venv/bin/stemkv audit all
 
 test: venv ## run the tests, without the slow ones
-	@$(PYTHON_VENV) -m pytest -m "not slow"
+	@$(PYTHON_VENV) -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: venv ## run all tests
 	@$(PYTHON_VENV) -m pytest

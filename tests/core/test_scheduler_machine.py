@@ -60,10 +60,6 @@ STOPS: tuple[dict[str, FinishReason], ...] = (
     {"d": FinishReason.STOP_TOKEN},
     {"d": FinishReason.FAILED},
 )
-# A request that ends in a span and forks breaks the scheduler: `test_spans`,
-# `test_a_request_that_ends_in_a_span_can_fork`. Once that is mended, let them fork.
-AVOIDS_KNOWN_DEFECT = True
-
 # Versions that a request may ask for; most ask for the same.
 ADAPTERS = (None, None, None, "v1")
 
@@ -78,8 +74,6 @@ def add(
 ) -> None:
     """Add a request; it is refused exactly if it could never run."""
     model = Model(adapter, weights=driver.num_fences)
-    if AVOIDS_KNOWN_DEFECT and prompt != prompt.lower():
-        spec["num_samples"] = 1
     spec |= {"namespace": namespace_of(model) if shares else None, "adapter": adapter}  # type: ignore[dict-item]
     num_samples, max_new_tokens = spec["num_samples"], spec["max_new_tokens"]
     assert isinstance(num_samples, int)

@@ -26,6 +26,7 @@ from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import BlockCopy, BlockTable, Lease
 from stemkv.core.tokens import (
+    MIN_SPAN_TOKENS,
     TOKEN_BYTES,
     TokenIds,
     common_prefix_bytes,
@@ -306,7 +307,8 @@ class PrefixCache:
         own back, so a prefix is resident once. Returns how many blocks this lease
         added. A lease that shares with nobody, or whose namespace was retired,
         publishes nothing. Blocks that end within the first positions of a span wait
-        until enough of the span is computed to tell it from others.
+        until enough of the span is computed to tell it from others. Blocks that another
+        table shares privately wait until that one has gone.
         """
         _check_live(lease)
         end = self._blocks_outside_span(tokens, num_computed // self.config.block_size)
@@ -320,7 +322,7 @@ class PrefixCache:
                 stop = min(end, lease.num_public_blocks)
             num_added += self._publish_run(lease, domain, tokens, stop, now)
             if lease.num_published_blocks == start:
-                break  # what is there only looks alike; see `_num_joinable`
+                break  # see `_num_joinable` and `_blocks_of_one_table`
         return num_added
 
     def fork(self, lease: Lease, now: float) -> Lease:
@@ -428,7 +430,10 @@ class PrefixCache:
     def _blocks_outside_span(self, tokens: bytes, num_blocks: int) -> int:
         """Return how many of the leading blocks may be published or declared."""
         size = self.config.block_size
-        return end_outside_span(tokens, num_blocks * size) // size
+        # Rounding down to a block may end in the span before.
+        while (end := end_outside_span(tokens, num_blocks * size)) < num_blocks * size:
+            num_blocks = end // size
+        return num_blocks
 
     def _plant(
         self,
@@ -456,6 +461,19 @@ class PrefixCache:
             self._pin(partial.node, now)
         return node, partial
 
+    def _blocks_of_one_table(self, lease: Lease, end: int, tokens: bytes) -> int:
+        """Return up to where the lease's blocks are its own, and may be published.
+
+        Usually a fork shares no full block, as those are published before it. The
+        blocks of a span that was too little to tell are an exception.
+        """
+        start = lease.num_published_blocks
+        own = lease.table.ids(start, end)
+        for index, block_id in enumerate(own, start):
+            if self.pool.ref_count(block_id) != 1:
+                return max(start, self._blocks_outside_span(tokens, index))
+        return end
+
     def _publish_run(
         self, lease: Lease, domain: Domain, tokens: bytes, stop: int, now: float
     ) -> int:
@@ -468,6 +486,10 @@ class PrefixCache:
         if child is not None:
             self._join(lease, child, tokens, begin, end, now)
             return 0
+        stop = self._blocks_of_one_table(lease, stop, tokens)
+        if stop == start:
+            return 0
+        end = stop * self._block_bytes
         own = lease.table.ids(start, stop)
         self.pool.publish(own)
         can_extend = node.ref_count == 1 and node.is_leaf and node.domain == domain
@@ -522,7 +544,12 @@ class PrefixCache:
         if safe == num_same:
             return num_same
         match = self._match(lease.namespace, lease.domain, tokens)
-        return num_same if match.num_blocks >= start + num_same else max(0, safe)
+        is_verified = (
+            match.num_blocks >= start + num_same
+            and match.node is not None
+            and child in match.node.path()
+        )
+        return num_same if is_verified else max(0, safe)
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         upper = self.tree.split(node, num_blocks)
@@ -573,8 +600,15 @@ class PrefixCache:
         return dropped
 
     def _drop(self, node: Node, num_blocks: int, now: float) -> int:
-        """Free tail blocks of an unpinned leaf and tell the policy what follows."""
-        dropped = self.tree.trim(node, num_blocks)
+        """Free tail blocks of an unpinned leaf and tell the policy what follows.
+
+        A few more than asked, where the rest would end in the first positions of a
+        span: nobody could match those, and they would stand in the way of equal ones.
+        """
+        keep = node.num_blocks - num_blocks
+        while keep > 0 and self._ends_in_span(node, keep):
+            keep -= 1
+        dropped = self.tree.trim(node, node.num_blocks - keep)
         dropped.reverse()
         self.pool.reclaim(dropped)
         parent = node.parent
@@ -588,6 +622,18 @@ class PrefixCache:
             ):
                 self._policy.became_evictable(parent.id, now=now)
         return len(dropped)
+
+    def _ends_in_span(self, node: Node, num_blocks: int) -> bool:
+        """Whether a path cut after so many blocks of the node tells its span too late."""
+        num_bytes = (MIN_SPAN_TOKENS - 1) * TOKEN_BYTES
+        end = num_blocks * self._block_bytes
+        tail = node.edge[max(0, end - num_bytes) : end]
+        above = node.parent
+        while len(tail) < num_bytes and above is not None:
+            tail = above.edge[-(num_bytes - len(tail)) :] + tail
+            above = above.parent
+        num_tokens = len(tail) // TOKEN_BYTES
+        return end_outside_span(tail, num_tokens) < num_tokens
 
     def _note_active(self) -> None:
         self._peak_active = max(self._peak_active, self.num_active_blocks)

@@ -8,16 +8,17 @@ first, and retires the namespaces that this hands back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from stemkv.core.identity import ComputeIdentity, Unknown
+from stemkv.core.identity import UNKNOWN, ComputeIdentity, Unknown
 from stemkv.errors import ConfigError, InvariantError, UnknownAdapter
 
 __all__ = ["Identities", "LoadedAdapter"]
 
-# Distinct pairs of adapter and start position that can share at one time. What comes
-# beyond shares nothing: a caller who varies its positions must not fill the memory.
-_MAX_NAMESPACES = 4096
+# Distinct pairs of adapter and start position other than 0 that can share at one time.
+# What comes beyond shares nothing: who varies positions must not fill the memory.
+_MAX_SHIFTED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Identities:
         self._adapters: dict[str, LoadedAdapter] = {}
         self._num_loads: dict[str, int] = {}
         self._namespaces: dict[tuple[str | None, int], bytes | None] = {}
+        self._num_shifted = 0  # of those, at start positions other than 0
 
     # Questions
 
@@ -101,11 +103,13 @@ class Identities:
         key = (adapter, start_position)
         try:
             return self._namespaces[key]
-        except KeyError:
+        except (KeyError, TypeError):  # what has no hash is refused below
             pass
         identity = self.identity(adapter, start_position=start_position)
-        if len(self._namespaces) >= _MAX_NAMESPACES:
-            return None
+        if start_position:
+            if self._num_shifted >= _MAX_SHIFTED:
+                return None
+            self._num_shifted += 1
         namespace = self._namespaces[key] = identity.namespace()
         return namespace
 
@@ -125,6 +129,7 @@ class Identities:
         old = self.namespaces()
         self._base = replace(base, weights_generation=generation + 1)
         self._namespaces.clear()
+        self._num_shifted = 0
         self._generation += 1
         return old
 
@@ -138,6 +143,13 @@ class Identities:
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"adapter name must be non-empty text, got {name!r}")
+        if not isinstance(scale, float) or not math.isfinite(scale):
+            raise ConfigError(f"adapter scale must be a finite float, got {scale!r}")
+        is_digest = isinstance(digest, bytes) and len(digest) == 32
+        if not is_digest and digest is not UNKNOWN:
+            raise ConfigError(
+                f"adapter digest must be 32 bytes or UNKNOWN, got {digest!r:.80}"
+            )
         generation = self._num_loads.get(name, 0)
         old = self._forget(name)
         self._num_loads[name] = generation + 1
@@ -163,6 +175,7 @@ class Identities:
     def _forget(self, name: str) -> tuple[bytes, ...]:
         self._adapters.pop(name, None)
         gone = [key for key in self._namespaces if key[0] == name]
+        self._num_shifted -= sum(1 for _, start in gone if start)
         old = {self._namespaces.pop(key) for key in gone}
         return tuple(sorted(n for n in old - set(self._namespaces.values()) if n))
 

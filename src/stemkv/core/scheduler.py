@@ -452,7 +452,7 @@ class Scheduler:
         return (
             leader.namespace == follower.namespace
             and leader.num_tokens * TOKEN_BYTES >= len(tokens)
-            and leader.num_computed * TOKEN_BYTES < len(tokens)
+            and _lease_of(leader).num_published_blocks <= index
             and self.cache.domain_of_next(_lease_of(leader), index)
             in (PUBLIC, follower.spec.domain)
             and leader.tokens.startswith(tokens)
