@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from stemkv.audit.verdict import AuditReport, Check, Table, Verdict
 from stemkv.cli.app import app
-from stemkv.cli.audit import exit_code, show_reports
+from stemkv.cli.audit import exit_code, show_report, write_reports
 
 
 def report(*verdicts: Verdict, name: str = "identity") -> AuditReport:
@@ -56,7 +56,7 @@ def test_the_exit_code_is_the_worst_verdict(
 def test_json_on_standard_output_is_all_there_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_reports([report(HOLDS)], json_file=Path("-"), html_file=None)
+    write_reports([report(HOLDS)], json_file=Path("-"), html_file=None)
 
     read = json.loads(capsys.readouterr().out)
     assert read["verdict"] == "holds"
@@ -66,7 +66,7 @@ def test_json_on_standard_output_is_all_there_is(
 
 def test_several_reports_are_a_list_and_one_page(tmp_path: Path) -> None:
     reports = [report(HOLDS), report(BROKEN, name="exact")]
-    show_reports(
+    write_reports(
         reports, json_file=tmp_path / "all.json", html_file=tmp_path / "all.html"
     )
 
@@ -80,7 +80,7 @@ def test_several_reports_are_a_list_and_one_page(tmp_path: Path) -> None:
 def test_brackets_in_what_is_printed_are_no_markup(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_reports([report(HOLDS)], json_file=None, html_file=None)
+    show_report(report(HOLDS))
 
     out = capsys.readouterr().out
     for text in ("claim 0 [red]", "what was found [bold]", "ours [x]"):
@@ -96,6 +96,10 @@ def test_brackets_in_what_is_printed_are_no_markup(
         (["audit", "exact", "--num-prompts", "0"], "num_prompts"),
         (["audit", "identity", "--key", "nothing"], "key"),
         (["audit", "identity", "--adapter", "only-one"], "adapter"),
+        (["audit", "all", "--threads", "-3"], "num_threads"),
+        (["audit", "all", "--threads", "0"], "num_threads"),
+        (["audit", "all", "--json", "."], "is a folder"),
+        (["audit", "all", "--html", "no/such/folder/a.html"], "does not exist"),
     ],
 )
 def test_a_wrong_call_ends_with_a_sentence_and_code_two(

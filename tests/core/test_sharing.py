@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -296,8 +298,14 @@ def test_a_policy_does_not_change_after_it_was_checked() -> None:
     assert policy.domain("ann", "chat") is None
     with pytest.raises(FrozenInstanceError):
         policy.default = Sharing.NONE  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        policy.classes["chat"] = Sharing.GROUP  # type: ignore[index]
+
+
+def test_a_policy_can_be_stored_and_copied() -> None:
+    policy = SharingPolicy(groups={"research": {"ann"}}, tenants={"bob": Sharing.NONE})
+    for copy in (pickle.loads(pickle.dumps(policy)), deepcopy(policy)):
+        assert copy == policy
+        assert copy.domain("ann") == Domain.group("research")
+        assert copy.domain("bob") is None
 
 
 def test_a_policy_is_given_by_name() -> None:

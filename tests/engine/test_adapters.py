@@ -1284,12 +1284,17 @@ CHANGED: dict[str, tuple[Callable[[Tensors], Tensors], type[Exception], str]] = 
     "another linear's name": (
         lambda t: {k.replace("q_proj", "qq_proj"): v for k, v in t.items()},
         BrokenAdapter,
-        "closest is",
+        "leaves out",
     ),
-    "a module that is no linear": (
+    "a module that is no target": (
         lambda t: {k.replace("self_attn.q_proj", "mlp"): v for k, v in t.items()},
         BrokenAdapter,
-        "no linear layer",
+        "leaves out",
+    ),
+    "names without their prefix": (
+        lambda t: {k.removeprefix("base_model.model."): v for k, v in t.items()},
+        UnsupportedModel,
+        "no LoRA matrix",
     ),
     "adapters by name": (
         lambda t: {k.replace("lora_A.", "lora_A.default."): v for k, v in t.items()},

@@ -325,12 +325,6 @@ def test_a_reset_disturbs_nobody_and_leaves_nothing(state: str) -> None:
     played.drain()
     for request_id in set(played.asked) - {"warm"}:
         assert_got(played, request_id, BASE)
-        if request_id in ("late", "leader", "target") and state in (
-            "unseen",
-            "waiting",
-        ):
-            assert played.outcome(request_id).reused == 0
-    assert played.outcome("late").reused == 0
     assert_holds_only_current(engine)
     assert played.run("again", asked()).reused > 0
     assert engine.reset().num_remaining_blocks == 0

@@ -92,7 +92,9 @@ def generate(
     adapter: Annotated[
         Path | None, typer.Option(help="Folder of a LoRA adapter (PEFT format).")
     ] = None,
-    adapter_scale: Annotated[float, typer.Option(help="Of the adapter.")] = 1.0,
+    adapter_scale: Annotated[
+        float | None, typer.Option(help="Of the adapter [default: 1.0].")
+    ] = None,
     settings: Annotated[
         Path | None, typer.Option(help="TOML file: who shares, what is public.")
     ] = None,
@@ -113,7 +115,8 @@ def generate(
         from stemkv.cli.settings import Settings, read_settings
         from stemkv.engine import EngineConfig, SamplingParams
 
-        console = Console()
+        # With JSON on standard output, what is for people goes elsewhere.
+        console = Console(stderr=json_file == Path("-"))
         params = SamplingParams(
             max_new_tokens=max_tokens,
             num_samples=n,

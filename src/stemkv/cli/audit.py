@@ -19,9 +19,16 @@ from rich.table import Table as RichTable
 from stemkv.audit.verdict import AuditReport, Table, Verdict
 from stemkv.engine import LoadedModel
 from stemkv.engine.threads import default_num_threads
+from stemkv.errors import ConfigError
 from stemkv.report import Page, Section
 
-__all__ = ["exit_code", "show_reports", "with_progress"]
+__all__ = [
+    "check_writable",
+    "exit_code",
+    "show_report",
+    "with_progress",
+    "write_reports",
+]
 
 _MARKS = {
     Verdict.HOLDS: "[green]holds[/green]",
@@ -67,30 +74,36 @@ def with_progress(
     return report
 
 
-def show_reports(
-    reports: Sequence[AuditReport],
-    *,
-    json_file: Path | None,
-    html_file: Path | None,
-) -> None:
-    """Print reports, or their JSON alone if the file is `-`; write the files.
+def check_writable(file: Path | None) -> None:
+    """Raise `ConfigError` if a report could not be written there."""
+    if file is None or file == Path("-"):
+        return
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; name a file to write")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{file} cannot be written: its folder does not exist")
 
-    One report is written as it is, several as a list.
-    """
+
+def show_report(report: AuditReport) -> None:
+    """Print a report for people."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # a file has no width of its own
+    _print(report, console)
+
+
+def write_reports(
+    reports: Sequence[AuditReport], *, json_file: Path | None, html_file: Path | None
+) -> None:
+    """Write what was asked for; `-` prints the JSON. One report as it is, more as a list."""
     values = [report.as_json() for report in reports]
     document = json.dumps(
         values if len(values) > 1 else values[0], indent=2, sort_keys=True
     )
     if json_file == Path("-"):
         print(document)
-    else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)  # a file has no width of its own
-        for report in reports:
-            _print(report, console)
-        if json_file is not None:
-            json_file.write_text(document + "\n", encoding="utf-8")
+    elif json_file is not None:
+        json_file.write_text(document + "\n", encoding="utf-8")
     if html_file is not None:
         html_file.write_text(_page(reports).render(), encoding="utf-8")
 

@@ -19,6 +19,7 @@ from stemkv.cli.options import (
     ThreadsOption,
     errors_explained,
 )
+from stemkv.errors import StemKVError
 
 if TYPE_CHECKING:
     from stemkv.audit.verdict import AuditReport
@@ -69,15 +70,14 @@ def identity(
 
     Example: stemkv audit identity --key mykeys:prefix_key
     """
+    run = _identity(
+        revision=revision, adapters=tuple(adapter or ()), key=key, seed=seed
+    )
+    if key is not None:
+        with errors_explained():  # before a model is loaded
+            from stemkv.audit.identity.trial import find_key_function
 
-    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.identity.audit import IdentityOptions, audit_identity
-
-        options = IdentityOptions(
-            revision=revision, adapters=tuple(adapter or ()), key=key, seed=seed
-        )
-        return audit_identity(loaded, options, progress)
-
+            find_key_function(key)
     _run([run], model, dtype, threads, json_file, html_file)
 
 
@@ -96,13 +96,7 @@ def exact(
 
     Example: stemkv audit exact --numerics tolerant --html exact.html
     """
-
-    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.exact.audit import ExactOptions, audit_exact
-
-        options = ExactOptions(numerics=numerics, num_prompts=num_prompts, seed=seed)
-        return audit_exact(loaded, options, progress)
-
+    run = _exact(numerics=numerics, num_prompts=num_prompts, seed=seed)
     _run([run], model, dtype, threads, json_file, html_file)
 
 
@@ -119,12 +113,7 @@ def isolation(
 
     Example: stemkv audit isolation --json isolation.json
     """
-
-    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
-
-        return audit_isolation(loaded, IsolationOptions(seed=seed), progress)
-
+    run = _isolation(seed=seed)
     _run([run], model, dtype, threads, json_file, html_file)
 
 
@@ -141,32 +130,42 @@ def all_audits(
 
     Example: stemkv audit all --html audit.html
     """
-
-    def run_identity(
-        loaded: LoadedModel, progress: Callable[[str], None]
-    ) -> AuditReport:
-        from stemkv.audit.identity.audit import IdentityOptions, audit_identity
-
-        return audit_identity(loaded, IdentityOptions(seed=seed), progress)
-
-    def run_exact(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
-        from stemkv.audit.exact.audit import ExactOptions, audit_exact
-
-        return audit_exact(loaded, ExactOptions(seed=seed), progress)
-
-    def run_isolation(
-        loaded: LoadedModel, progress: Callable[[str], None]
-    ) -> AuditReport:
-        from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
-
-        return audit_isolation(loaded, IsolationOptions(seed=seed), progress)
-
-    audits: list[Audit] = [run_identity, run_exact, run_isolation]
+    audits = [_identity(seed=seed), _exact(seed=seed), _isolation(seed=seed)]
     _run(audits, model, dtype, threads, json_file, html_file)
 
 
+# Options reach an audit once a model is loaded: importing it takes seconds.
+
+
+def _identity(**settings: Any) -> Audit:
+    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
+        from stemkv.audit.identity.audit import IdentityOptions, audit_identity
+
+        return audit_identity(loaded, IdentityOptions(**settings), progress)
+
+    return run
+
+
+def _exact(**settings: Any) -> Audit:
+    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
+        from stemkv.audit.exact.audit import ExactOptions, audit_exact
+
+        return audit_exact(loaded, ExactOptions(**settings), progress)
+
+    return run
+
+
+def _isolation(**settings: Any) -> Audit:
+    def run(loaded: LoadedModel, progress: Callable[[str], None]) -> AuditReport:
+        from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
+
+        return audit_isolation(loaded, IsolationOptions(**settings), progress)
+
+    return run
+
+
 def _run(
-    audits: list[Any],
+    audits: list[Audit],
     model: Path | None,
     dtype: str,
     threads: int | None,
@@ -176,15 +175,37 @@ def _run(
     with errors_explained():
         from rich.console import Console
 
-        from stemkv.cli.audit import exit_code, show_reports, with_progress
+        from stemkv.cli.audit import (
+            check_writable,
+            exit_code,
+            show_report,
+            with_progress,
+            write_reports,
+        )
         from stemkv.cli.loading import load_with_progress
+        from stemkv.engine import EngineConfig
 
+        # What is wrong with the call shows now and not after minutes of work.
+        EngineConfig(num_threads=threads)
+        for file in (json_file, html_file):
+            check_writable(file)
         # Progress is for people: standard output is the report's alone.
         console = Console(stderr=True)
-        reports = []
-        for run in audits:
-            loaded = load_with_progress(console, model, dtype)
-            reports.append(with_progress(console, loaded, threads, run))
-        show_reports(reports, json_file=json_file, html_file=html_file)
+        reports: list[AuditReport] = []
+        try:
+            for run in audits:
+                loaded = load_with_progress(console, model, dtype)
+                reports.append(with_progress(console, loaded, threads, run))
+                if json_file != Path("-"):
+                    show_report(reports[-1])
+        except StemKVError:
+            raise
+        except Exception:
+            # Not 1: that would say that a promise is broken.
+            console.print_exception()
+            raise typer.Exit(3) from None
+        finally:
+            if reports:
+                write_reports(reports, json_file=json_file, html_file=html_file)
     if code := exit_code(reports):
         raise typer.Exit(code)

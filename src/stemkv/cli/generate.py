@@ -17,6 +17,7 @@ from rich.progress import Progress
 from stemkv.cli.settings import PublicPrefix, Settings
 from stemkv.core.tokens import TokenIds
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
+from stemkv.errors import ConfigError
 
 __all__ = ["GenerateOptions", "run_generate"]
 
@@ -30,7 +31,11 @@ class GenerateOptions:
     tenant: str = "default"
     request_class: str | None = None
     adapter: Path | None = None  # folder of a LoRA adapter for all prompts
-    adapter_scale: float = 1.0
+    adapter_scale: float | None = None  # None: 1.0, if there is an adapter
+
+    def __post_init__(self) -> None:
+        if self.adapter_scale is not None and self.adapter is None:
+            raise ConfigError("adapter_scale is of an adapter; name one with --adapter")
 
 
 def run_generate(
@@ -46,14 +51,17 @@ def run_generate(
     """Continue all prompts in one batch; raises what the engine raises."""
     engine = Engine(loaded, replace(config, sharing=settings.sharing))
     for prefix in settings.public:
-        num_blocks = engine.declare_public(_public_tokens(engine, prefix))
-        console.print(
-            f"public: {prefix.name}, {num_blocks} blocks", markup=False, style="dim"
-        )
+        tokens = _public_tokens(engine, prefix)
+        num_blocks = engine.declare_public(tokens)
+        shared = f"{num_blocks} blocks"
+        if num_blocks == 0:
+            shared = f"nothing: {len(tokens)} tokens fill no block"
+        console.print(f"public: {prefix.name}, {shared}", markup=False, style="dim")
     adapter = None
     if options.adapter is not None:
-        adapter = options.adapter.name
-        engine.load_adapter(adapter, options.adapter, scale=options.adapter_scale)
+        adapter = options.adapter.resolve().name
+        scale = 1.0 if options.adapter_scale is None else options.adapter_scale
+        engine.load_adapter(adapter, options.adapter, scale=scale)
     prompts, is_chat = options.prompts, options.is_chat
     encoded = [
         engine.encode([{"role": "user", "content": p}] if is_chat and p else p)
@@ -78,8 +86,11 @@ def run_generate(
     ]
     for row in rows:
         _print(console, row, params.num_samples)
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+    document = json.dumps(rows, indent=2, ensure_ascii=False)
+    if json_file == Path("-"):
+        print(document)
+    elif json_file is not None:
+        json_file.write_text(document + "\n")
 
 
 def _public_tokens(engine: Engine, prefix: PublicPrefix) -> TokenIds:

@@ -7,7 +7,6 @@ give the same text in every process, so two of them can be compared by eye or `d
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +42,6 @@ class IdentityOptions:
             return
         if self.adapter is None:
             raise ConfigError("adapter_scale is of an adapter; name one with --adapter")
-        if not math.isfinite(self.adapter_scale):
-            raise ConfigError(f"adapter_scale must be finite, got {self.adapter_scale}")
 
 
 def run_identity(
@@ -77,38 +74,38 @@ def run_identity(
 
 
 def establish(model: Path | None, options: IdentityOptions) -> ComputeIdentity:
-    """Load what is named and return the identity an engine would compute under."""
+    """Load what is named and return the identity an engine computes under.
+
+    By making that engine, so that what it would refuse is refused here.
+    """
     # Here and not above: these take seconds.
-    from stemkv.engine import EngineConfig
-    from stemkv.engine.identity import identify
-    from stemkv.engine.linear import can_pack
+    from stemkv.engine import Engine, EngineConfig
     from stemkv.engine.load import dtype_named, load_model
-    from stemkv.engine.numerics import numerics_named
 
     # Checks its values, before anything is loaded.
-    config = EngineConfig(numerics=options.numerics, block_size=options.block_size)
+    config = EngineConfig(
+        numerics=options.numerics, block_size=options.block_size, runs_self_test=False
+    )
     dtype = dtype_named(options.dtype)
-    changes: dict[str, Any] = {"start_position": options.start_position}
-    if options.adapter is not None:
-        from stemkv.engine.adapter import read_adapter
-
-        scale = 1.0 if options.adapter_scale is None else options.adapter_scale
-        changes["adapter_digest"] = read_adapter(options.adapter).digest
-        changes["adapter_scale"] = float(scale)
-        changes["adapter_generation"] = 0
     loaded = load_model(
         model,
         dtype=dtype,
         progress=lambda stage: print(f"{stage} …", file=sys.stderr),
         trusts_digest_record=options.trusts_digest_record,
     )
-    identity = identify(
-        loaded,
-        numerics_named(config.numerics),
-        block_size=config.block_size,
-        is_packed=can_pack(loaded.dtype),
-    )
-    return replace(identity, **changes)
+    if options.start_position >= loaded.context_length:
+        raise ConfigError(
+            f"start_position must be below the context of {loaded.context_length} "
+            f"tokens, got {options.start_position}"
+        )
+    block_bytes = loaded.kv_bytes_per_token * config.block_size
+    engine = Engine(loaded, replace(config, kv_memory_bytes=block_bytes))
+    adapter = None
+    if options.adapter is not None:
+        adapter = "adapter"
+        scale = 1.0 if options.adapter_scale is None else options.adapter_scale
+        engine.load_adapter(adapter, options.adapter, scale=scale)
+    return engine.identity_of(adapter, start_position=options.start_position)
 
 
 def describe(identity: ComputeIdentity) -> dict[str, Any]:

@@ -162,9 +162,10 @@ class PrefixCache:
     def domain_of_next(self, lease: Lease, index: int) -> Domain | None:
         """Return the domain in which the lease will publish its block `index`.
 
-        `None` if it never will: it shares with nobody, or its namespace was retired.
+        `None` if it never will: it shares with nobody, or its namespace was retired, or
+        it was cut off.
         """
-        if lease.node is None or lease.node.root().is_retired:
+        if lease.node is None or lease.is_cut_off or lease.node.root().is_retired:
             return None
         # A public block below a private one could be reached by nobody else.
         is_public = index < lease.num_public_blocks and lease.node.domain == PUBLIC
@@ -338,7 +339,7 @@ class PrefixCache:
         if lease.node is not None:
             self.tree.pin(lease.node)
         self.pool.retain(lease.table.ids(lease.num_published_blocks))
-        return Lease(
+        child = Lease(
             namespace=lease.namespace,
             domain=lease.domain,
             node=lease.node,
@@ -349,6 +350,8 @@ class PrefixCache:
             copy=None,
             copy_source=None,
         )
+        child.is_cut_off = lease.is_cut_off
+        return child
 
     def release(self, lease: Lease, now: float) -> None:
         """Give everything back. A second call raises `DoubleRelease`."""
@@ -362,6 +365,10 @@ class PrefixCache:
         self.pool.release(tail)
         if lease.node is not None:
             self._unpin(lease.node, now)
+
+    def cut_off(self, lease: Lease) -> None:
+        """Let the lease keep what it holds and publish nothing any more."""
+        lease.is_cut_off = True
 
     def forget(self, lease: Lease, now: float) -> int:
         """Drop what nobody else uses of a released lease's path; return the blocks.

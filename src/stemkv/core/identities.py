@@ -117,6 +117,10 @@ class Identities:
         """Return the namespaces that were asked for and are still current."""
         return tuple(sorted({n for n in self._namespaces.values() if n is not None}))
 
+    def note_change(self) -> None:
+        """Advance the generation for a change that no identity tells of."""
+        self._generation += 1
+
     def replace_base(self, base: ComputeIdentity) -> tuple[bytes, ...]:
         """Take another model identity; return the namespaces to retire.
 

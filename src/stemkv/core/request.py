@@ -227,13 +227,22 @@ class Request:
         self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
 
     def start_over(
-        self, namespace: bytes | None, adapter: str | None, num_samples: int
+        self,
+        namespace: bytes | None,
+        adapter: str | None,
+        num_samples: int,
+        *,
+        domain: Domain,
     ) -> None:
         """Forget everything but the prompt, to be computed again from its start."""
         counts = self.counts
         discarded = counts.reused + counts.computed + counts.recomputed
         self.spec = replace(
-            self.spec, namespace=namespace, adapter=adapter, num_samples=num_samples
+            self.spec,
+            namespace=namespace,
+            adapter=adapter,
+            num_samples=num_samples,
+            domain=domain,
         )
         self.namespace = namespace
         self.state = RequestState.WAITING

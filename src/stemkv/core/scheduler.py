@@ -38,7 +38,7 @@ from stemkv.core.events import (
     RequestRestarted,
     TokenSampled,
 )
-from stemkv.core.identity import PUBLIC
+from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import (
@@ -186,8 +186,12 @@ class Scheduler:
         namespace: bytes | None,
         adapter: str | None,
         now: float,
+        *,
+        domain: Domain | None = None,
     ) -> None:
         """Let a request begin again under another namespace, as if just added.
+
+        In its own domain, unless another is given.
 
         It keeps its place in the order and its id; output so far is taken back, and a
         sample that has split off stays one of its own. Not while a step is pending.
@@ -199,7 +203,12 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._stop_running(request, now)
             self._order.add(request)
-        request.start_over(namespace, adapter, num_samples)
+        request.start_over(
+            namespace,
+            adapter,
+            num_samples,
+            domain=request.spec.domain if domain is None else domain,
+        )
         self._leave_epoch(request)
         request.epoch = self._num_fences
         self._enter_epoch(request)
@@ -208,6 +217,14 @@ class Scheduler:
                 now=now, request_id=request_id, num_discarded_tokens=num_output
             )
         )
+
+    def cut_off(self, request_id: RequestId) -> None:
+        """Let a request go on by itself: it matches and publishes nothing any more."""
+        self._check_no_pending("cut_off")
+        request = self._requests[request_id]
+        request.namespace = None
+        if request.lease is not None:
+            self.cache.cut_off(request.lease)
 
     def fence(self) -> int:
         """Begin a new epoch: requests added from now on wait for `lift_fence` of it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Final
 
 from stemkv.core.identity import Domain
@@ -39,7 +38,7 @@ class SharingPolicy:
 
     A tenant is in one group, or set in `tenants`, or gets `default`. A class of
     requests can only narrow what its tenant has, so it does no harm that clients may
-    choose it. Mappings are copied: a policy doesn't change after it was checked.
+    choose it. Mappings are copied: changing what was passed changes no policy.
     """
 
     groups: Mapping[str, Set[str]] = field(default_factory=dict)  # name → its tenants
@@ -76,9 +75,9 @@ class SharingPolicy:
                 )
             domains[tenant] = _alone(tenant, sharing)
         # Frozen: the only way to set a field.
-        object.__setattr__(self, "groups", MappingProxyType(groups))
-        object.__setattr__(self, "tenants", MappingProxyType(tenants))
-        object.__setattr__(self, "classes", MappingProxyType(classes))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "tenants", tenants)
+        object.__setattr__(self, "classes", classes)
         object.__setattr__(self, "_domains", domains)
 
     def domain(self, tenant: str, request_class: str | None = None) -> Domain | None:

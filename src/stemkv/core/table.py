@@ -86,6 +86,7 @@ class Lease:
         "copy",
         "copy_source",
         "domain",
+        "is_cut_off",
         "is_released",
         "namespace",
         "node",
@@ -117,4 +118,5 @@ class Lease:
         self.num_public_blocks = num_public_blocks  # leading blocks to publish for all
         self.copy = copy  # must run before the first step of this lease
         self.copy_source = copy_source  # node of its source, pinned until it has run
+        self.is_cut_off = False  # publishes nothing any more
         self.is_released = False

@@ -38,8 +38,39 @@ _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 # corda, loftq …) change its weights again whenever peft loads the adapter.
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
-# Settings under which a module computes something other than x A^T B^T added to it.
-_REFUSED: dict[str, Any] = {
+# Settings that say nothing of what is computed, or that are looked at below. Any other
+# one that is set may change it, whatever peft adds in time, so it is refused.
+_KNOWN = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "eva_config",  # concerns the beginning only
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+
+# Words for the settings that are refused most.
+_REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules beside LoRA",
     "fan_in_fan_out": "transposed weights",
@@ -47,7 +78,6 @@ _REFUSED: dict[str, Any] = {
     "trainable_token_indices": "trained embeddings",
     "layer_replication": "replicated layers",
     "megatron_config": "Megatron layers",
-    "eva_config": None,  # concerns initialisation only
     "target_parameters": "LoRA on bare parameters",
     "alora_invocation_tokens": "activation by tokens (aLoRA)",
 }
@@ -77,18 +107,27 @@ def read_adapter(path: Path) -> AdapterWeights:
     Raises `BrokenAdapter` if files are missing, damaged or contradict each other, and
     `UnsupportedModel` for kinds of adapters that would be computed wrongly.
     """
-    path = Path(path)
+    try:
+        path = Path(path)
+    except TypeError as error:
+        raise BrokenAdapter(f"adapter {path!r:.80} is no path ({error})") from error
     config = _read_config(path)
     tensors = _read_tensors(path / _WEIGHTS)
     matrices: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         found = _KEY.fullmatch(key)
-        if found is None:
+        if found is None or not key.startswith(_PREFIX):
             raise UnsupportedModel(
                 f"adapter {path} has a tensor {key}, which is no LoRA matrix of a "
                 f"linear layer; only plain LoRA is supported"
             )
         module = found["module"].removeprefix(_PREFIX)
+        if not _is_target(path, config, module):
+            raise BrokenAdapter(
+                f"adapter {path} has matrices for {module}, which {_CONFIG} leaves out "
+                f"(target_modules, exclude_modules, layers_to_transform): peft would "
+                f"not use them"
+            )
         matrices.setdefault(module, {})[found["matrix"]] = tensor
     if not matrices:
         raise BrokenAdapter(f"adapter {path} holds no LoRA matrix in {_WEIGHTS}")
@@ -97,6 +136,35 @@ def read_adapter(path: Path) -> AdapterWeights:
         for module in sorted(matrices)
     }
     return AdapterWeights(path=path, digest=_digest(pairs), pairs=pairs)
+
+
+def _is_target(path: Path, config: dict[str, Any], module: str) -> bool:
+    """Whether the config means this module, by peft's rules."""
+    wanted = config.get("target_modules")
+    excluded = config.get("exclude_modules")
+    if excluded and _is_named(path, excluded, module):
+        return False
+    if wanted and wanted != "all-linear" and not _is_named(path, wanted, module):
+        return False
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    indices = [layers] if isinstance(layers, int) else layers
+    return any(f".{index}." in f".{module}." for index in indices)
+
+
+def _is_named(path: Path, names: Any, module: str) -> bool:
+    """Whether a module is in a list of (last parts of) names, or fits an expression."""
+    if isinstance(names, str):
+        try:
+            return re.fullmatch(names, module) is not None
+        except re.error as error:
+            raise BrokenAdapter(
+                f"adapter {path}: {names!r:.80} is no regular expression ({error})"
+            ) from error
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise BrokenAdapter(f"adapter {path}: names of modules must be a list of texts")
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -118,8 +186,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(
             f"adapter {path} is of type {kind!r}; only LORA is served"
         )
-    for name, what in _REFUSED.items():
-        if config.get(name) and what is not None:
+    for name, value in config.items():
+        if value and name not in _KNOWN:
+            what = _REFUSED.get(name, "a setting that is not known here")
             raise UnsupportedModel(
                 f"adapter {path} uses {what} ({name}), which is not supported"
             )
@@ -130,7 +199,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"which peft changes the base model's weights; convert it to plain LoRA "
             f"when saving"
         )
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         raise UnsupportedModel(
             f"adapter {path} trains biases (bias = {config['bias']!r}), which is not "
             f"supported; train it with bias = 'none'"
@@ -166,7 +235,8 @@ def _pair(
         )
     if not (a.is_floating_point() and b.is_floating_point()):
         raise UnsupportedModel(f"adapter {path}: {module} has {a.dtype} matrices")
-    if not (a.isfinite().all() and b.isfinite().all()):
+    # In float32: the smallest types cannot be asked.
+    if not (a.float().isfinite().all() and b.float().isfinite().all()):
         raise BrokenAdapter(f"adapter {path}: {module} has values that are not finite")
     return LoraPair(a, b, _scaling(path, config, module, rank=a.shape[0]))
 
@@ -180,7 +250,7 @@ def _scaling(path: Path, config: dict[str, Any], module: str, *, rank: int) -> f
     declared = _by_pattern(path, config, "rank_pattern", module, config.get("r"))
     if declared != rank:
         raise BrokenAdapter(
-            f"adapter {path}: {module} has rank {rank} but {_CONFIG} says {declared}"
+            f"adapter {path}: {module} has rank {rank} but {_CONFIG} says {declared!r}"
         )
     alpha = finite_float(
         _by_pattern(path, config, "alpha_pattern", module, config.get("lora_alpha"))

@@ -34,13 +34,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         numerics_named(self.numerics)
-        for name in ("kv_memory_bytes", "block_size"):
-            if getattr(self, name) < 1:
+        for name in ("kv_memory_bytes", "block_size", "num_threads"):
+            value = getattr(self, name)
+            if name == "num_threads" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
+                    f"{name} must be at least 1 and an integer, got {value!r:.80}"
                 )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
         if not isinstance(self.sharing, SharingPolicy):
             raise ConfigError(
                 f"sharing must be a SharingPolicy, got {type(self.sharing).__name__}"

@@ -112,7 +112,9 @@ class Engine:
         self._public: list[TokenIds] = []
         self._declared: set[bytes] = set()  # namespaces that know `_public`
         self._adapters = Adapters(loaded)
-        self._tensor_digests = dict(loaded.tensor_digests)
+        self._tensor_digests = dict(loaded.tensor_digests)  # once all is rolled out
+        self._served_weights = loaded.weights_digest  # what is in place now
+        self._closed: set[bytes] = set()  # namespaces in which a re-check failed
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         numerics = numerics_named(self.config.numerics)
         self._linears = prepare_model(loaded.model, numerics)
@@ -120,7 +122,7 @@ class Engine:
         self._runner = self._make_runner(numerics)
         if self.config.runs_self_test:
             check_layers(self._runner, loaded.vocab_size)
-        self._check(numerics)
+        self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
         self.cache = PrefixCache(
             CacheConfig(
@@ -149,8 +151,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is in flight or has ended unreported."""
-        return self.scheduler.has_work or bool(self._ended)
+        """Whether a request is in flight or ended unreported, or a change waits."""
+        is_waiting = self._rollouts.num_waiting > 0
+        return self.scheduler.has_work or bool(self._ended) or is_waiting
 
     @property
     def generation(self) -> int:
@@ -199,10 +202,10 @@ class Engine:
         if not self.config.reuses_prefixes:
             return None
         namespace = self._identities.namespace(adapter, start_position=start_position)
-        if namespace is not None and namespace not in self._declared:
-            self._declared.add(namespace)
-            for prefix in self._public:
-                self.cache.declare_public(namespace, prefix)
+        if namespace is None or namespace in self._closed:
+            return None
+        if namespace not in self._declared:
+            self._declare(namespace)
         return namespace
 
     def usage(self) -> CacheUsage:
@@ -265,6 +268,10 @@ class Engine:
 
         It holds for the model, every adapter, and whatever is rolled out later.
         """
+        if not isinstance(prefix, TokenIds):
+            raise ConfigError(
+                f"prefix must be TokenIds (see `encode`), got {type(prefix).__name__}"
+            )
         if not self.config.reuses_prefixes:
             return 0
         prefix.check_vocabulary(self.loaded.vocab_size)
@@ -335,6 +342,7 @@ class Engine:
             spec,
             params,
             tenant=tenant,
+            request_class=request_class,
             adapter=adapter,
             embedded=embedded,
             max_num_samples=self.config.max_num_running,
@@ -365,14 +373,15 @@ class Engine:
             raise InvariantError(
                 f"this engine stopped at a defect ({self._broken_by}); make a new one"
             )
-        if self.scheduler.has_work:
-            try:
-                self._rollouts.make_due()
+        try:
+            self._check_weights()
+            self._rollouts.make_due()
+            if self.scheduler.has_work:
                 self._take_events(self._run_step())
                 self._rollouts.make_due()
-            except InvariantError as error:
-                self._broken_by = str(error)
-                raise
+        except InvariantError as error:
+            self._broken_by = str(error)
+            raise
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
@@ -391,13 +400,24 @@ class Engine:
         *,
         tenant: str = "default",
         adapter: str | None = None,
+        request_class: str | None = None,
+        start_position: int = 0,
     ) -> list[Completion]:
         """Continue all prompts; return the completions in order of prompt, sample."""
         ids: list[RequestId] = []
         try:
             for prompt in prompts:
                 tokens = self.encode(prompt) if isinstance(prompt, str) else prompt
-                ids.append(self.add(tokens, params, tenant=tenant, adapter=adapter))
+                ids.append(
+                    self.add(
+                        tokens,
+                        params,
+                        tenant=tenant,
+                        adapter=adapter,
+                        request_class=request_class,
+                        start_position=start_position,
+                    )
+                )
         except BaseException:  # whatever it was, none of ours may stay behind
             for request_id in ids:
                 self.cancel(request_id)
@@ -483,6 +503,7 @@ class Engine:
             tensors,
             names=self._tensor_digests,
             places=linear_places(self.loaded.model),
+            tied_tensors=self.loaded.tied_tensors,
         )
         self._tensor_digests |= update.digests
         digest = combine(self._tensor_digests)
@@ -490,8 +511,10 @@ class Engine:
 
         def change() -> None:
             update.apply()
-            # Whoever serves this model after us must not take it for what it was.
+            # Whoever serves this model beside or after us must not take it for what
+            # it was.
             self.loaded.tensor_digests.update(update.digests)
+            self._served_weights = self.loaded.weights_digest
 
         return self._roll_out(base, change, in_flight)
 
@@ -504,8 +527,9 @@ class Engine:
         """
         self._check_between_steps("update_numerics", in_flight)
         wanted = numerics_named(numerics)
+        self._check(wanted, runs_self_test=False)  # before the model is touched
         prepare_model(self.loaded.model, wanted)
-        self._check(wanted)
+        self._check(wanted, runs_self_test=self.config.runs_self_test)
         if wanted.pads_context:
             self._adapters.check_stable()
         base = replace(
@@ -520,23 +544,54 @@ class Engine:
 
         return self._roll_out(base, change, in_flight)
 
-    def update_sharing(self, sharing: SharingPolicy) -> None:
-        """Let another policy decide who shares, for requests added from now on.
+    def update_sharing(
+        self, sharing: SharingPolicy, *, in_flight: InFlight = InFlight.FINISH
+    ) -> int:
+        """Let another policy decide who shares; return the new generation.
 
+        Requests in flight whose domain changes are restarted in their new one or
+        aborted; with `FINISH` they end without matching or publishing anything more.
         What is cached stays in the domain it was published in: call `reset` where a
         tenant that leaves a group must not leave anything behind.
         """
-        self._sharing = sharing
+        self._check_between_steps("update_sharing", in_flight)
+        if not isinstance(sharing, SharingPolicy):
+            raise ConfigError(
+                f"sharing must be a SharingPolicy, got {type(sharing).__name__}"
+            )
+        old, self._sharing = self._sharing, sharing
+        self._identities.note_change()
+        now = self._clock()
+        for live in self._samples:
+            is_same = _domain_of(old, live) == _domain_of(sharing, live)
+            if is_same or not live.is_in_core:
+                continue
+            if in_flight is InFlight.ABORT:
+                self.scheduler.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
+            elif in_flight is InFlight.RESTART:
+                self._restart(live, now)
+            else:
+                self.scheduler.cut_off(live.sample_id)
+        self._take_events(self.scheduler.take_events())
+        self._rollouts.make_due()
+        return self._identities.generation
 
     def reset(self) -> ResetReport:
         """Make everything cached unmatchable, also for requests in flight; say what is.
 
-        Requests in flight go on with the blocks they hold. Declared prefixes stay
-        declared. Repeating it does nothing more.
+        Requests in flight go on with the blocks they hold, and publish them no more;
+        those that wait share again what is computed from now on. Declared prefixes
+        stay declared, and namespaces that a re-check has closed are open again.
+        Repeating it does nothing more.
         """
         self._check_between_steps("reset")
         num_free = self.cache.usage().num_free_blocks
-        self._retire(self._identities.namespaces())
+        self._closed.clear()
+        now = self._clock()
+        for namespace in self._identities.namespaces():
+            self.cache.retire(namespace, now)
+            self._declare(namespace)
+        self._take_events(self.scheduler.take_events())
         return ResetReport(
             num_freed_blocks=self.cache.usage().num_free_blocks - num_free,
             num_remaining_blocks=self.cache.num_retired_blocks,
@@ -546,18 +601,20 @@ class Engine:
         """Spend idle time: compute one chunk of a drawn hit again.
 
         Returns the verdict when a hit has been compared. After a mismatch the
-        namespace is fenced: nothing that is cached in it can be matched any more.
+        namespace is closed: nothing that is cached in it can be matched any more, and
+        its requests share with nobody until a rollout or `reset`.
         """
         self._check_between_steps("recheck")
         verdict = self._rechecks.run()
         if verdict is not None and not verdict.is_match:
             _log.error(
                 "reused KV of %d tokens differs from a fresh prefill by %.3g "
-                "(relative); its namespace is fenced",
+                "(relative); its namespace is closed until a rollout or a reset",
                 verdict.num_tokens,
                 verdict.difference,
             )
             self._retire((verdict.namespace,))
+            self._closed.add(verdict.namespace)
         if verdict is not None:
             self._drop_unused_adapters()
         return verdict
@@ -603,7 +660,7 @@ class Engine:
             self._drop_unused_adapters()
         if self.on_event is None:
             return
-        self._is_telling = True
+        was_telling, self._is_telling = self._is_telling, True
         try:
             for event in events:
                 self.on_event(event)
@@ -611,7 +668,7 @@ class Engine:
             # Who only listens must not stop the engine, nor lose anybody's answer.
             _log.exception("on_event failed; it misses the rest of this step's events")
         finally:
-            self._is_telling = False
+            self._is_telling = was_telling
 
     def _check_embedded(self, prompt: EmbeddedPrompt) -> None:
         own = (int(self.loaded.config.hidden_size), self.loaded.dtype)
@@ -681,10 +738,25 @@ class Engine:
         self._rollouts.make_due()
         return self._identities.generation
 
+    def _declare(self, namespace: bytes) -> None:
+        """Declare the public prefixes in a namespace that does not know them."""
+        self._declared.add(namespace)
+        for prefix in self._public:
+            self.cache.declare_public(namespace, prefix)
+
+    def _check_weights(self) -> None:
+        """Raise `InvariantError` if another engine has replaced weights of ours."""
+        if self.loaded.weights_digest != self._served_weights:
+            raise InvariantError(
+                "another engine replaced weights of this model; one model serves one "
+                "engine at a time"
+            )
+
     def _retire(self, namespaces: tuple[bytes, ...]) -> None:
         now = self._clock()
         for namespace in namespaces:
             self._declared.discard(namespace)
+            self._closed.discard(namespace)
             self.scheduler.retire(namespace, now)
         self._take_events(self.scheduler.take_events())
 
@@ -709,22 +781,21 @@ class Engine:
         self._rollouts.make_due()  # the last request of before may just have ended
 
     def _restart(self, live: LiveSample, now: float) -> None:
-        """Let a sample begin again on what its adapter's name means now."""
+        """Let a sample begin again on what its adapter and tenant mean now."""
         request = self.scheduler.request(live.sample_id)
         assert request is not None, "the caller has just seen it"
         version = request.spec.adapter
-        known = {loaded.name: loaded.version for loaded in self.adapters()}
-        if live.adapter is not None:
-            # An adapter that was unloaded meanwhile: this request finishes on it.
-            version = known.get(live.adapter, version)
-        is_current = live.adapter is None or version in known.values()
-        shares = request.spec.namespace is not None and is_current
+        domain = _domain_of(self._sharing, live)
         namespace = None
-        if shares:
-            namespace = self.namespace_of(
-                live.adapter, start_position=live.start_position
-            )
-        self.scheduler.restart(live.sample_id, namespace, version, now)
+        known = {loaded.name: loaded.version for loaded in self.adapters()}
+        if live.adapter is None or live.adapter in known:
+            version = known.get(live.adapter) if live.adapter else None
+            if domain is not None:
+                namespace = self.namespace_of(
+                    live.adapter, start_position=live.start_position
+                )
+        # Else the adapter was unloaded meanwhile: this request stays on it, alone.
+        self.scheduler.restart(live.sample_id, namespace, version, now, domain=domain)
 
     def _drop_unused_adapters(self) -> None:
         """Free the versions that no name, request or waiting re-check refers to."""
@@ -761,13 +832,13 @@ class Engine:
             loras=self._adapters.loras,
         )
 
-    def _check(self, numerics: Numerics) -> None:
+    def _check(self, numerics: Numerics, *, runs_self_test: bool) -> None:
         """Raise `NumericsError` unless this build and model keep the class's bits."""
         check_numerics(
             self.loaded,
             self._linears,
             self._make_runner(numerics),
-            runs_self_test=self.config.runs_self_test,
+            runs_self_test=runs_self_test,
         )
 
     def _identify(self, numerics: Numerics) -> ComputeIdentity:
@@ -828,3 +899,14 @@ class Engine:
     def _is_decode(self, request_id: RequestId) -> bool:
         request = self.scheduler.request(request_id)
         return request is not None and not request.is_prefilling
+
+
+def _domain_of(sharing: SharingPolicy, live: LiveSample) -> Domain | None:
+    """Return the domain that a policy gives a request in flight.
+
+    A class that the policy does not know any more shares with nobody.
+    """
+    try:
+        return sharing.domain(live.tenant, live.request_class)
+    except RequestError:
+        return None

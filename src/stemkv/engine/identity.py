@@ -1,7 +1,8 @@
 """Fills the cache identity from the model as loaded.
 
-Owns the mapping from engine facts to `ComputeIdentity` fields. Adapters, rollouts and
-media do not exist in this engine yet, so their fields state exactly that.
+Owns the mapping from engine facts to `ComputeIdentity` fields. What adapters, start
+positions and rollouts change is `Identities`' matter; keys are made from final token
+ids, so tool schemas and media preprocessing cannot matter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ _INCONSEQUENTIAL = frozenset(
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",
-        "quantization_config",
         "return_dict",
         "torch_dtype",
         "transformers_version",
@@ -51,7 +51,7 @@ def identify(
         adapter_digest=None,
         adapter_scale=None,
         adapter_generation=None,
-        position_scheme=_position_scheme(config, loaded.head_dim),
+        position_scheme=_position_scheme(config, loaded),
         start_position=0,
         mask_rule="causal",
         attention_window=None,
@@ -89,14 +89,19 @@ def _architecture(loaded: LoadedModel) -> str:
     return f"{type(loaded.model).__name__}:{digest}"
 
 
-def _position_scheme(config: Any, head_dim: int) -> str:
-    """Return every rotary parameter of the config, as canonical JSON."""
+def _position_scheme(config: Any, loaded: LoadedModel) -> str:
+    """Return every rotary parameter of the config, as canonical JSON.
+
+    And a digest of the frequencies as they are in memory: their dtype, and whoever
+    changed them, is in no config.
+    """
     facts = {
         name: value
         for name, value in config.to_dict().items()
         if "rope" in name or "rotary" in name
     }
-    facts["head_dim"] = head_dim
+    facts["head_dim"] = loaded.head_dim
+    facts["buffers"] = loaded.buffers_digest.hex()
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str)
 
 
@@ -108,6 +113,7 @@ def _build(is_packed: bool) -> str:
             f"transformers={transformers.__version__}",
             f"cpu={torch.backends.cpu.get_cpu_capability()}",
             f"linear={'packed' if is_packed else 'plain'}",
+            f"matmul={torch.get_float32_matmul_precision()}",
             "attention=sdpa-rows",
         )
     )

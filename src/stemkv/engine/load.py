@@ -79,6 +79,8 @@ class LoadedModel:
     # Name in the model's state → leaf; an engine that replaces tensors in place writes
     # their new digests here, so that the model is never taken for what it was.
     tensor_digests: dict[str, bytes]
+    tied_tensors: tuple[tuple[str, ...], ...]  # names that stand for one tensor
+    buffers_digest: bytes  # of what is computed at load and not saved, as loaded
     tokenizer_digest: bytes | None  # None: no tokenizer, or nothing known of it
     chat_template_digest: bytes | None  # None: no template
     num_layers: int
@@ -326,6 +328,8 @@ def _describe(
         config=text,
         dtype=parameter.dtype,
         tensor_digests=dict(digests.tensors),
+        tied_tensors=_tied_tensors(model),
+        buffers_digest=_digest_buffers(model),
         tokenizer_digest=digests.tokenizer,
         chat_template_digest=digests.chat_template,
         num_layers=int(text.num_hidden_layers),
@@ -399,6 +403,29 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
             "describing it again"
         )
     return model.state_dict()
+
+
+def _digest_buffers(model: nn.Module) -> bytes:
+    """Return SHA-256 over the buffers that are computed at load and not saved.
+
+    Rotary frequencies, for one: no weights, but KV follows from them.
+    """
+    saved = model.state_dict().keys()
+    buffers = {n: b for n, b in model.named_buffers() if n not in saved}
+    return combine(digest_tensors(buffers))
+
+
+def _tied_tensors(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the names that stand for one and the same memory, where there are several.
+
+    Linears that an engine has replaced are not among them any more.
+    """
+    names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.numel():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            names.setdefault(key, []).append(name)
+    return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
 def _converted(gguf: Path, options: _Options) -> Path:

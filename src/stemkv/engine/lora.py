@@ -21,7 +21,7 @@ from stemkv.engine.adapter import AdapterWeights, LoraPair, finite_float
 from stemkv.engine.linear import LinearPlace, StableLinear
 from stemkv.errors import BrokenAdapter, ConfigError, NumericsError
 
-__all__ = ["Lora", "check_scale"]
+__all__ = ["Lora", "Verdicts", "check_scale"]
 
 # Verdicts on rows by shape are the same for all adapters of a process, so they are
 # tried once per kind: (rank, in_features) is shared by most of them.
@@ -51,7 +51,6 @@ class Lora:
         for name, pair in weights.pairs.items():
             place = _place(weights, places, name, pair)
             by_linear.setdefault(place.linear.index, []).append((place, pair))
-        self.num_bytes = 0
         self.is_stable = True  # whether rows are independent of each other
         self.deltas: dict[int, _Delta] = {}
         for index, parts in by_linear.items():
@@ -69,7 +68,6 @@ class Lora:
                     f"'tolerant'"
                 )
             self.is_stable &= delta.is_stable
-            self.num_bytes += delta.num_bytes
             self.deltas[index] = delta
 
 
@@ -92,7 +90,6 @@ class _Delta:
         self._down = _stable(a, linear.is_packed, verdicts)
         self._up = _stable(b, linear.is_packed, verdicts)
         self.is_stable = self._down.is_stable and self._up.is_stable
-        self.num_bytes = a.nbytes + b.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._up.forward(self._down.forward(x))

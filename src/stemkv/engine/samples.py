@@ -66,6 +66,7 @@ class LiveSample:
 
     request_id: RequestId
     tenant: str
+    request_class: str | None
     sample: int
     params: SamplingParams
     tokenizer: Any
@@ -146,6 +147,7 @@ class LiveSamples:
         params: SamplingParams,
         *,
         tenant: str,
+        request_class: str | None,
         adapter: str | None,
         embedded: EmbeddedPrompt | None,
         max_num_samples: int,
@@ -155,6 +157,7 @@ class LiveSamples:
             LiveSample(
                 request_id=spec.request_id,
                 tenant=tenant,
+                request_class=request_class,
                 sample=sample,
                 params=params,
                 tokenizer=self._loaded.tokenizer,

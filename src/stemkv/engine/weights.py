@@ -8,8 +8,7 @@ by the new identity is what will be served, whatever the caller does meanwhile.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -25,7 +24,8 @@ class WeightUpdate:
     """Some tensors of a model, ready to be written into it.
 
     `names` are all tensors of the model as it was loaded, `places` where its linears
-    are now. A tied tensor may be given under any of its names. Raises `ConfigError`
+    are now, `tied_tensors` which names stand for one tensor; it may be given under any
+    of them. Raises `ConfigError`
     for a name, a shape or values that do not fit; nothing has changed then.
     """
 
@@ -36,9 +36,12 @@ class WeightUpdate:
         *,
         names: Mapping[str, bytes],
         places: Mapping[str, LinearPlace],
+        tied_tensors: Iterable[tuple[str, ...]],
     ) -> None:
-        if not tensors:
-            raise ConfigError("update_weights got no tensors; name at least one")
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise ConfigError(
+                "update_weights got no tensors: a mapping of at least one is needed"
+            )
         self._places = places
         self._others = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -46,7 +49,7 @@ class WeightUpdate:
         }
         for name, tensor in tensors.items():
             _check_kind(name, tensor)
-        tied = _with_tied(model, dict(tensors), names)
+        tied = _with_tied(dict(tensors), tied_tensors)
         self._tensors = {
             name: self._checked(name, tensor, names) for name, tensor in tied.items()
         }
@@ -110,6 +113,8 @@ class WeightUpdate:
 
 def _check_kind(name: object, tensor: object) -> None:
     """Refuse what is no dense tensor of real numbers with values behind it."""
+    if not isinstance(name, str):
+        raise ConfigError(f"names of tensors must be text, got {type(name).__name__}")
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
     is_dense = tensor.layout == torch.strided and not tensor.is_meta
@@ -121,21 +126,16 @@ def _check_kind(name: object, tensor: object) -> None:
 
 
 def _with_tied(
-    model: nn.Module, tensors: dict[str, torch.Tensor], names: Mapping[str, bytes]
+    tensors: dict[str, torch.Tensor], tied_tensors: Iterable[tuple[str, ...]]
 ) -> dict[str, torch.Tensor]:
     """Give tied tensors the same new value under all their names."""
-    config: Any = model.config
-    tied: Any = getattr(model, "_tied_weights_keys", None)
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
-        return tensors
-    for one, other in dict(tied or {}).items():
-        if one not in names or other not in names:
-            continue
-        if one in tensors and other in tensors:
-            if not torch.equal(tensors[one], tensors[other]):
-                raise ConfigError(f"{one} and {other} are one tensor, got two values")
-        elif one in tensors:
-            tensors[other] = tensors[one]
-        elif other in tensors:
-            tensors[one] = tensors[other]
+    for names in tied_tensors:
+        given = [name for name in names if name in tensors]
+        for name in given[1:]:
+            if not torch.equal(tensors[given[0]], tensors[name]):
+                raise ConfigError(
+                    f"{given[0]} and {name} are one tensor, got two values"
+                )
+        if given:
+            tensors.update(dict.fromkeys(names, tensors[given[0]]))
     return tensors
