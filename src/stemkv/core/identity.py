@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from types import MappingProxyType
 from typing import Final
 
 from stemkv.errors import ConfigError, InvariantError
@@ -118,30 +120,32 @@ class ComputeIdentity:
 
 
 # Tags are for ever: a removed field keeps its tag reserved, a new one takes the next.
-FIELD_TAGS: Final[dict[str, int]] = {
-    "model_architecture": 1,
-    "weights_digest": 2,
-    "weights_generation": 3,
-    "adapter_digest": 4,
-    "adapter_scale": 5,
-    "adapter_generation": 6,
-    "position_scheme": 7,
-    "start_position": 8,
-    "mask_rule": 9,
-    "attention_window": 10,
-    "kv_dtype": 11,
-    "kv_scales_digest": 12,
-    "kv_layout": 13,
-    "block_size": 14,
-    "parallel_layout": 15,
-    "tokenizer_digest": 16,
-    "chat_template_digest": 17,
-    "tool_schema_version": 18,
-    "media_preprocessing_version": 19,
-    "numerics_class": 20,
-    "numerics_tile": 21,
-    "engine_build": 22,
-}
+FIELD_TAGS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "model_architecture": 1,
+        "weights_digest": 2,
+        "weights_generation": 3,
+        "adapter_digest": 4,
+        "adapter_scale": 5,
+        "adapter_generation": 6,
+        "position_scheme": 7,
+        "start_position": 8,
+        "mask_rule": 9,
+        "attention_window": 10,
+        "kv_dtype": 11,
+        "kv_scales_digest": 12,
+        "kv_layout": 13,
+        "block_size": 14,
+        "parallel_layout": 15,
+        "tokenizer_digest": 16,
+        "chat_template_digest": 17,
+        "tool_schema_version": 18,
+        "media_preprocessing_version": 19,
+        "numerics_class": 20,
+        "numerics_tile": 21,
+        "engine_build": 22,
+    }
+)
 
 
 class DomainKind(Enum):

@@ -84,8 +84,8 @@ class Engine:
     logits row)` sees every row that is sampled from, before it is, and `on_event`
     every event of the core, in order.
 
-    Not safe for use by several threads at once, and nothing but `on_logits` and
-    `on_event` may be called while `step` runs.
+    Not safe for use by several threads at once. The two callbacks may ask, and
+    `on_event` may add and cancel; changes of what is served are refused in them.
     """
 
     def __init__(
