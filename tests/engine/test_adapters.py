@@ -1355,14 +1355,15 @@ def test_random_damage_is_refused_or_is_another_adapter(
 @pytest.fixture(scope="module")
 def plain_folder(plain_smol: LoadedModel) -> Path:
     """The embedded model as transformers loads it; `plain_smol` has converted it."""
-    folders = sorted(default_cache_dir().glob("*-bfloat16-transformers-*"))
+    dtype = str(plain_smol.dtype).removeprefix("torch.")
+    folders = sorted(default_cache_dir().glob(f"*-{dtype}-transformers-*"))
     assert folders, "load_model keeps what it converted"
     return folders[-1]
 
 
-def plain_reference(folder: Path) -> torch.nn.Module:
+def plain_reference(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     return model.eval()
 
@@ -1371,18 +1372,18 @@ def plain_reference(folder: Path) -> torch.nn.Module:
 def test_the_real_model_serves_adapters_as_peft_does(
     smol: LoadedModel, plain_folder: Path, tmp_path: Path
 ) -> None:
-    """Within what bfloat16 leaves, and warm as cold to the bit."""
-    if smol.dtype != torch.bfloat16:
-        pytest.skip("the reference is in bfloat16")
+    """Within what bfloat16 leaves (float32: more), and warm as cold to the bit."""
     folder = save_adapter(
         tmp_path / "a",
-        plain_reference(plain_folder),
+        plain_reference(plain_folder, smol.dtype),
         r=8,
         lora_alpha=16,
         magnitude=0.06,
         target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
     )
-    other = save_adapter(tmp_path / "b", plain_reference(plain_folder), seed=1)
+    other = save_adapter(
+        tmp_path / "b", plain_reference(plain_folder, smol.dtype), seed=1
+    )
     text = "The quick brown fox jumps over the lazy dog. " * 8
     prompt = TokenIds.from_ids(smol.tokenizer(text)["input_ids"])
     what = asked(prompt, adapter="x")
@@ -1401,7 +1402,7 @@ def test_the_real_model_serves_adapters_as_peft_does(
         first,
         what,
         folder,
-        lambda: plain_reference(plain_folder),
+        lambda: plain_reference(plain_folder, smol.dtype),
         tolerance=0.06,  # 0.04 was seen
     )
 
@@ -1414,7 +1415,7 @@ def test_no_bit_of_an_adapted_real_model_depends_on_the_batch(
     adapters = {
         name: save_adapter(
             tmp_path / name,
-            plain_reference(plain_folder),
+            plain_reference(plain_folder, smol.dtype),
             seed=seed,
             r=8,
             magnitude=0.02,

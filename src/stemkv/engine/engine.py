@@ -113,7 +113,7 @@ class Engine:
         self._declared: set[bytes] = set()  # namespaces that know `_public`
         self._adapters = Adapters(loaded)
         self._tensor_digests = dict(loaded.tensor_digests)  # once all is rolled out
-        self._served_weights = loaded.weights_digest  # what is in place now
+        self._served_digests = dict(loaded.tensor_digests)  # what is in place now
         self._closed: set[bytes] = set()  # namespaces in which a re-check failed
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         numerics = numerics_named(self.config.numerics)
@@ -514,7 +514,7 @@ class Engine:
             # Whoever serves this model beside or after us must not take it for what
             # it was.
             self.loaded.tensor_digests.update(update.digests)
-            self._served_weights = self.loaded.weights_digest
+            self._served_digests = dict(self.loaded.tensor_digests)
 
         return self._roll_out(base, change, in_flight)
 
@@ -664,6 +664,8 @@ class Engine:
         try:
             for event in events:
                 self.on_event(event)
+        except InvariantError:
+            raise  # from a verb that it called: not the listener's fault
         except Exception:
             # Who only listens must not stop the engine, nor lose anybody's answer.
             _log.exception("on_event failed; it misses the rest of this step's events")
@@ -746,7 +748,8 @@ class Engine:
 
     def _check_weights(self) -> None:
         """Raise `InvariantError` if another engine has replaced weights of ours."""
-        if self.loaded.weights_digest != self._served_weights:
+        # Compared tensor by tensor: in every step, so without hashing anything.
+        if self.loaded.tensor_digests != self._served_digests:
             raise InvariantError(
                 "another engine replaced weights of this model; one model serves one "
                 "engine at a time"
