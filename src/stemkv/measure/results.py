@@ -1,0 +1,382 @@
+"""What a replay, a sweep or a value study found: the numbers, without a picture.
+
+Owns the shape of results and their JSON. Reports draw them, the command line prints
+them. Every group of numbers says how it was obtained (`Source`). Times are seconds from
+the first arrival, sizes are bytes or GiB (2**30) as named, shares are in [0, 1].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = [
+    "Bound",
+    "CapacityCurve",
+    "CurvePoint",
+    "Check",
+    "LatencySummary",
+    "MemorySample",
+    "PrefixValue",
+    "ReplayResult",
+    "RequestResult",
+    "SavedWork",
+    "Source",
+    "StepSpan",
+    "SweepCell",
+    "SweepResult",
+    "TenantResult",
+    "TokenTotals",
+    "TraceFacts",
+    "WriterReader",
+    "to_json",
+]
+
+GIB = 2**30
+
+
+class Source(Enum):
+    """How a number was obtained."""
+
+    EXACT = "exact"  # counted
+    MEASURED = "measured"  # read off a clock or a meter
+    ESTIMATED = "estimated"  # follows from a model of costs or of text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTotals:
+    """Where prompt tokens went: `prompt == reused + computed`, misses sum to computed.
+
+    `misses` has every `core.ledger.MissReason` by its value, zeros included.
+    """
+
+    prompt: int
+    reused: int
+    computed: int
+    copied: int = 0  # of `reused`, out of partly matching blocks
+    recomputed: int = 0  # again after a preemption; in neither of the above
+    output: int = 0
+    misses: dict[str, int]
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused over prompt tokens; NaN without prompts."""
+        return self.reused / self.prompt if self.prompt else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedWork:
+    """What reuse saved and what keeping KV for it took."""
+
+    seconds: float  # of prefill on one replica
+    joules: float
+    flops: float
+    retained_gib_s: float  # cached, in use by nobody
+    active_gib_s: float  # in use by running requests
+
+    @property
+    def seconds_per_gib_s(self) -> float:
+        """Saved seconds per retained GiB-second; NaN if nothing was retained."""
+        return self.seconds / self.retained_gib_s if self.retained_gib_s else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySummary:
+    """Percentiles of one latency over finished requests (seconds)."""
+
+    name: str  # "TTFT", "TPOT", "ITL", "E2E", "queue"
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    # (share of requests, seconds), ascending, at most ~100 points, for a picture
+    distribution: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantResult:
+    """One tenant's share; sums over tenants equal the totals."""
+
+    tenant: str
+    num_requests: int
+    tokens: TokenTotals
+    saved: SavedWork
+    num_evicted_blocks: int
+    regret_tokens: int  # evicted and asked for again
+    num_stalls: int
+    stall_s: float
+    ttft: LatencySummary | None
+    tpot: LatencySummary | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterReader:
+    """Tokens that `reader` reused and `writer` was the first to put in the cache."""
+
+    writer: str
+    reader: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixValue:
+    """One shared run of tokens and what keeping it was worth."""
+
+    digest: str  # hex, of namespace and all tokens up to its end
+    domain: str  # "public", "private:acme", "group:team"
+    start: int  # first token of the run
+    end: int  # one past its last token
+    num_hits: int  # requests that reused all or part of it
+    hit_tokens: int
+    saved_s: float
+    retained_gib_s: float
+    active_gib_s: float
+    num_evicted_blocks: int
+    text: str | None = None  # only where the user asked for it
+
+    @property
+    def seconds_per_gib_s(self) -> float:
+        """Saved seconds per retained GiB-second; infinite if it was never idle."""
+        if not self.retained_gib_s:
+            return math.inf if self.saved_s else 0.0
+        return self.saved_s / self.retained_gib_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One capacity on a curve."""
+
+    num_blocks: int
+    gib: float
+    hit_rate: float
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityCurve:
+    """Hit rate and saved seconds against memory, sequential replay (no clock)."""
+
+    name: str  # "shared", "isolated", "clairvoyant, isolated" …
+    points: tuple[CurvePoint, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A limit no policy of this kind can exceed, and what it bounds."""
+
+    name: str
+    hit_rate: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Blocks by state at one moment, and what happened since the previous sample."""
+
+    at_s: float
+    active: int
+    cached: int
+    free: int
+    evicted: int = 0
+    stalled: int = 0  # requests waiting for memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpan:
+    """One step, for a timeline."""
+
+    replica: int
+    start_s: float
+    end_s: float
+    num_prefill_tokens: int
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """One line of the per-request ledger; a `None` time means it never came to that."""
+
+    request_id: str
+    tenant: str
+    domain: str
+    identity: str
+    namespace: str  # hex digest, "" for unsharable
+    prefix: str  # hex digest of namespace and the reused tokens, "" without reuse
+    replica: int
+    arrival_s: float
+    admitted_s: float | None
+    first_token_s: float | None
+    end_s: float | None
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    copied_tokens: int
+    recomputed_tokens: int
+    reused_blocks: int
+    retained_blocks: int  # published by it
+    saved_s: float
+    saved_how: str  # the cost model's `source`
+    misses: dict[str, int]  # reason → tokens, only those that occur
+    first_miss_position: int | None  # first token that was not reused
+    first_miss_reason: str | None
+    differing_fields: tuple[str, ...]  # for the reason "identity_differs"
+    num_preemptions: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """An equation that must hold, and its two sides."""
+
+    name: str
+    left: float
+    right: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether both sides agree, to rounding of sums of floats."""
+        return math.isclose(self.left, self.right, rel_tol=1e-9, abs_tol=1e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFacts:
+    """What was replayed."""
+
+    name: str
+    format: str
+    num_requests: int
+    num_tenants: int
+    duration_s: float
+    prompt_tokens: int
+    output_tokens: int
+    unit_size: int
+    is_exact: bool
+    num_skipped_lines: int
+    problems: tuple[str, ...] = ()  # the first few, as text
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """Everything one replay found."""
+
+    trace: TraceFacts
+    config: dict[str, str | int | float | None]  # every setting, for the method box
+    cost_source: str
+    cost_kind: Source  # ESTIMATED for a catalogue, MEASURED for a fitted engine
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    num_replicas: int
+    end_s: float  # when the last request ended
+    num_finished: int
+    num_refused: int  # could never run: longer than memory or context
+    tokens: TokenTotals
+    saved: SavedWork
+    request_hit_rate: float  # share of requests that reused anything
+    steady_hit_rate: float  # token hit rate over the last half of the requests
+    num_evicted_blocks: int
+    num_published_blocks: int
+    peak_active_blocks: int
+    regret_tokens: int
+    regret_delay_s: LatencySummary | None  # eviction to the next request for it
+    num_preemptions: int
+    num_stalls: int
+    stall_s: float
+    # who held the memory while admissions waited: mean blocks by state at the stalls
+    stall_active_blocks: float
+    stall_shared_blocks: float  # of those, published ones that leases pin
+    stall_cached_blocks: float  # evictable, and still not enough
+    latencies: tuple[LatencySummary, ...]
+    slo_ttft_s: float | None
+    slo_tpot_s: float | None
+    goodput_rps: float | None  # finished within both limits, per second
+    goodput_share: float | None
+    output_tokens_per_s: float
+    busy_share: float  # of replica-seconds, spent in steps
+    tenants: tuple[TenantResult, ...]
+    writers: tuple[WriterReader, ...]
+    prefixes: tuple[PrefixValue, ...]  # the most valuable per byte first
+    bounds: tuple[Bound, ...]
+    curves: tuple[CapacityCurve, ...]
+    memory: tuple[MemorySample, ...]
+    steps: tuple[StepSpan, ...]  # thinned for long runs; `num_steps` counts all
+    num_steps: int
+    requests: tuple[RequestResult, ...]
+    checks: tuple[Check, ...]
+
+    @property
+    def capacity_gib(self) -> float:
+        """KV memory of one replica."""
+        return self.num_blocks * self.block_bytes / GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepCell:
+    """One configuration of a sweep and its headline numbers."""
+
+    num_blocks: int
+    gib: float
+    eviction: str
+    order: str
+    sharing: str
+    hit_rate: float
+    saved_s: float
+    seconds_per_gib_s: float
+    ttft_p50_s: float | None  # None: replayed without a clock
+    ttft_p99_s: float | None
+    goodput_rps: float | None
+    num_evicted_blocks: int
+    num_preemptions: int
+    worst_tenant_ttft_p99_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """A grid of replays of one trace."""
+
+    trace: TraceFacts
+    config: dict[str, str | int | float | None]
+    cost_source: str
+    cells: tuple[SweepCell, ...]
+    curves: tuple[CapacityCurve, ...]
+
+
+def to_json(result: object, *, schema: str) -> str:
+    """Return deterministic JSON text: sorted keys, derived shares included.
+
+    NaN and infinities, which JSON has not, become `null`. `schema` names the form,
+    e.g. "stemkv.replay/1"; equal results give equal bytes.
+    """
+    document = {"schema": schema, **_plain(result)}
+    return json.dumps(document, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {
+            f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
+        for name, member in vars(type(value)).items():
+            if isinstance(member, property):
+                plain[name] = _plain(getattr(value, name))
+        return plain
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

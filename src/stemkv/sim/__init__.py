@@ -1,0 +1,1 @@
+"""Real or made-up traffic through the core, on a virtual clock."""
