@@ -5,7 +5,8 @@ publish only what is computed; shared is read-only; tail blocks go first. Knows 
 of requests, schedules or tensors.
 
 It is the only class that holds pool, tree and policy, so every number it reports
-follows from the same state, and `check` can compare it with the truth.
+follows from the same state, and `check` can compare it with the truth. If it is given a
+ledger, it tells it of every block that changes hands.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stemkv.core.events import (
 )
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.ledger import Ledger
 from stemkv.core.table import BlockCopy, BlockTable, Lease
 from stemkv.core.tokens import (
     MIN_SPAN_TOKENS,
@@ -76,8 +78,15 @@ class PrefixCache:
     `now` is in seconds on the caller's clock and must not decrease.
     """
 
-    def __init__(self, config: CacheConfig, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        policy: EvictionPolicy,
+        *,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.config = config
+        self.ledger = ledger
         self.pool = BlockPool(config.num_blocks)
         self.tree = PrefixTree(config.block_size)
         self._policy = policy
@@ -202,6 +211,7 @@ class PrefixCache:
         *,
         num_slots: int,
         num_spare: int = 0,
+        owner: str | None = None,
         now: float,
     ) -> Lease | None:
         """Pin the longest cached prefix of `tokens` and allocate the rest.
@@ -210,7 +220,9 @@ class PrefixCache:
         and at most `len(tokens) - 1` of them are matched; `None` means not now, and
         leaves everything bit-identical. `num_spare` available blocks must be left
         over. If the match ends inside a block, `lease.copy` says what the driver must
-        copy first (then call `copied`). The caller releases the lease exactly once.
+        copy first (then call `copied`). `owner` is the tenant on whose account the
+        blocks are, by default the name of the domain. The caller releases the lease
+        exactly once.
 
         Raises `PromptTooLong` when the pool could not hold `num_slots` even if empty.
         """
@@ -233,13 +245,15 @@ class PrefixCache:
             # Pinning the copy's source would take away the very blocks this needs;
             # then those tokens are computed instead.
             partial = None
+        if owner is None:
+            owner = domain.name
         node, partial = self._plant(namespace, match, partial, now)
         table = array("i")
         if node is not None:
             for step in node.path():
                 table.extend(step.block_ids)
         num_published = len(table)
-        table.extend(self._allocate(num_fresh, now))
+        table.extend(self._allocate(num_fresh, owner, now))
         num_tail = 0
         copy = source = None
         if partial is not None:
@@ -248,6 +262,7 @@ class PrefixCache:
         return Lease(
             namespace=namespace,
             domain=domain,
+            owner=owner,
             node=node,
             table=BlockTable(table),
             num_published_blocks=num_published,
@@ -272,7 +287,7 @@ class PrefixCache:
             return True
         if num_fresh > self.num_available_blocks:
             return False
-        lease.table.append(self._allocate(num_fresh, now))
+        lease.table.append(self._allocate(num_fresh, lease.owner, now))
         return True
 
     def prepare_write(
@@ -292,7 +307,7 @@ class PrefixCache:
             return True, None
         if self.num_available_blocks < 1:
             return False, None
-        target = self._allocate(1, now)
+        target = self._allocate(1, lease.owner, now)
         lease.table.replace(index, target)
         # The other holders keep the source, so the copy can run any time before them.
         self.pool.release((source,))
@@ -342,6 +357,7 @@ class PrefixCache:
         child = Lease(
             namespace=lease.namespace,
             domain=lease.domain,
+            owner=lease.owner,
             node=lease.node,
             table=BlockTable(lease.table.ids()),
             num_published_blocks=lease.num_published_blocks,
@@ -362,7 +378,7 @@ class PrefixCache:
         # Tail first: the free list is a stack, so they come out in table order again.
         tail = lease.table.ids(lease.num_published_blocks)
         tail.reverse()
-        self.pool.release(tail)
+        self._release_private(lease, tail, now)
         if lease.node is not None:
             self._unpin(lease.node, now)
 
@@ -395,7 +411,7 @@ class PrefixCache:
             if victim is None:
                 break
             node = self.tree.node(victim)
-            dropped = self._drop(node, num_blocks - num_dropped, now)
+            dropped = self._drop(node, num_blocks - num_dropped, now, is_eviction=True)
             self._emit(BlocksEvicted(now=now, domain=node.domain, num_blocks=dropped))
             num_dropped += dropped
         self._num_evicted += num_dropped
@@ -460,7 +476,7 @@ class PrefixCache:
             return self.tree.root(namespace), None
         if match.num_node_blocks < node.num_blocks:
             lower = node
-            node = self._split(lower, match.num_node_blocks)
+            node = self._split(lower, match.num_node_blocks, now)
             if partial is not None:
                 partial = PartialBlock(lower, 0, partial.num_tokens)
         self._pin(node, now)
@@ -499,17 +515,34 @@ class PrefixCache:
         end = stop * self._block_bytes
         own = lease.table.ids(start, stop)
         self.pool.publish(own)
-        can_extend = node.ref_count == 1 and node.is_leaf and node.domain == domain
+        can_extend = (
+            node.ref_count == 1
+            and node.is_leaf
+            and node.domain == domain
+            and node.owner == lease.owner
+        )
         if can_extend and node.parent is not None:
             self.tree.extend(node, tokens[begin:end], own)
         else:
-            node = self.tree.add(node, domain, tokens[begin:end], own)
+            node = self.tree.add(
+                node, domain, tokens[begin:end], own, owner=lease.owner
+            )
             self.tree.pin_child(node)
             lease.node = node
+        assert lease.namespace is not None, "a lease with a node has a namespace"
+        if self.ledger is not None:
+            self.ledger.published(
+                node,
+                start,
+                stop,
+                namespace=lease.namespace,
+                owner=lease.owner,
+                tokens=tokens,
+                now=now,
+            )
         self._policy.published(node.id, num_blocks=node.num_blocks, now=now)
         lease.num_published_blocks = stop
         self._num_published += len(own)
-        assert lease.namespace is not None, "a lease with a node has a namespace"
         self._emit(
             BlocksPublished(
                 now=now, namespace=lease.namespace, domain=domain, num_blocks=len(own)
@@ -525,16 +558,19 @@ class PrefixCache:
         if num_same == 0:
             return
         if num_same < child.num_blocks:
-            child = self._split(child, num_same)
+            child = self._split(child, num_same, now)
         start = lease.num_published_blocks
         own = lease.table.ids(start, start + num_same)
-        if self.tree.pin_child(child) and child.is_leaf:
-            self._policy.became_pinned(child.id)
+        if self.tree.pin_child(child):
+            if child.is_leaf:
+                self._policy.became_pinned(child.id)
+            if self.ledger is not None:
+                self.ledger.pinned(child, now)
         self._policy.touched(child.id, now=now)
         lease.table.replace(start, child.block_ids)
         lease.node = child
         lease.num_published_blocks = start + num_same
-        self.pool.release(own)
+        self._release_private(lease, own, now)
         self._note_active()
 
     def _num_joinable(
@@ -558,15 +594,25 @@ class PrefixCache:
         )
         return num_same if is_verified else max(0, safe)
 
-    def _split(self, node: Node, num_blocks: int) -> Node:
+    def _split(self, node: Node, num_blocks: int, now: float) -> Node:
         upper = self.tree.split(node, num_blocks)
         self._policy.split(upper.id, node.id)
+        if self.ledger is not None:
+            self.ledger.split(upper, node, now)
         return upper
+
+    def _release_private(self, lease: Lease, block_ids: array[int], now: float) -> None:
+        num_free = self.pool.num_free
+        self.pool.release(block_ids)
+        if self.ledger is not None:
+            self.ledger.freed(lease.owner, self.pool.num_free - num_free, now)
 
     def _pin(self, node: Node, now: float) -> None:
         for pinned in self.tree.pin(node):
             if pinned.is_leaf:
                 self._policy.became_pinned(pinned.id)
+            if self.ledger is not None:
+                self.ledger.pinned(pinned, now)
         for step in node.path():
             self._policy.touched(step.id, now=now)
         self._note_active()
@@ -574,6 +620,9 @@ class PrefixCache:
     def _unpin(self, node: Node, now: float) -> None:
         unpinned = self.tree.unpin(node)
         path = node.path()
+        if self.ledger is not None:
+            for step in unpinned:
+                self.ledger.unpinned(step, now)
         is_retired = node.root().is_retired
         for step in path:
             self._policy.touched(step.id, now=now)
@@ -591,13 +640,17 @@ class PrefixCache:
             lower = self.tree.merge(step)
             if lower is not None:
                 self._policy.merged(step.id, lower.id)
+                if self.ledger is not None:
+                    self.ledger.merged(step.id, lower, now)
 
-    def _allocate(self, num_blocks: int, now: float) -> array[int]:
+    def _allocate(self, num_blocks: int, owner: str, now: float) -> array[int]:
         """Take blocks that the caller knows to be available, evicting as needed."""
         num_short = num_blocks - self.pool.num_free
         if num_short > 0 and self.evict(num_short, now) < num_short:
             raise InvariantError(f"{num_blocks} available blocks could not be freed")
         taken = self.pool.allocate(num_blocks)
+        if self.ledger is not None:
+            self.ledger.allocated(owner, num_blocks, now)
         self._note_active()
         return taken
 
@@ -606,7 +659,9 @@ class PrefixCache:
         self._emit(BlocksRetired(now=now, domain=node.domain, num_blocks=dropped))
         return dropped
 
-    def _drop(self, node: Node, num_blocks: int, now: float) -> int:
+    def _drop(
+        self, node: Node, num_blocks: int, now: float, *, is_eviction: bool = False
+    ) -> int:
         """Free tail blocks of an unpinned leaf and tell the policy what follows.
 
         A few more than asked, where the rest would end in the first positions of a
@@ -615,6 +670,9 @@ class PrefixCache:
         keep = node.num_blocks - num_blocks
         while keep > 0 and self._ends_in_span(node, keep):
             keep -= 1
+        keep = max(0, keep)
+        if self.ledger is not None:
+            self.ledger.dropping(node, keep, is_eviction=is_eviction, now=now)
         dropped = self.tree.trim(node, node.num_blocks - keep)
         dropped.reverse()
         self.pool.reclaim(dropped)

@@ -45,11 +45,15 @@ class StepPlan:
     now: float  # seconds, when it was scheduled
     copies: tuple[BlockCopy, ...]  # run first, in this order
     chunks: tuple[Chunk, ...]
+    # Decodes of requests that coast (`Scheduler.coast`), one token each: planned and
+    # counted, but not spelled out. Only a driver that let requests coast sees any.
+    num_coasting: int = 0
+    num_coasting_context: int = 0  # sum of their contexts, the new token included
 
     @property
     def num_tokens(self) -> int:
         """Tokens the step computes."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks) + self.num_coasting
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class RequestSpec:
     num_samples: int = 1  # independent continuations of the one prompt
     adapter: str | None = None  # opaque to the core: what the driver must apply
     start_position: int = 0  # position of the first token
+    # On whose account its blocks are; `None`: the name of the domain.
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         if not self.request_id or "#" in self.request_id:
@@ -111,12 +113,22 @@ class RequestSpec:
                 "operator (`declare_public`), never by a request",
                 field="domain",
             )
+        if self.tenant is not None and not self.tenant:
+            raise RequestError(
+                "tenant must be a name, or None for that of the domain, got ''",
+                field="tenant",
+            )
         if not math.isfinite(self.arrival_s):
             raise RequestError(
                 f"arrival_s must be finite to have a place in an order, "
                 f"got {self.arrival_s}",
                 field="arrival_s",
             )
+
+    @property
+    def owner(self) -> str:
+        """The tenant on whose account the request is."""
+        return self.domain.name if self.tenant is None else self.tenant
 
 
 def child_id(request_id: RequestId, sample: int) -> RequestId:
@@ -150,10 +162,12 @@ class Request:
         "finish_reason",
         "first_scheduled_s",
         "is_cancelled",
+        "is_coasting",
         "lease",
         "namespace",
         "num_computed",
         "num_counted",
+        "num_places",
         "num_preemptions",
         "num_steps_awaiting",
         "request_id",
@@ -175,9 +189,11 @@ class Request:
         self.num_computed = 0  # leading tokens whose KV is in the table
         self.num_counted = 0  # leading tokens that `counts` has seen
         self.counts = TokenCounts()
+        self.num_places = 0  # of `max_num_running`, while it runs
         self.num_preemptions = 0
         self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
         self.is_cancelled = False  # cancelled while its step was in flight
+        self.is_coasting = False  # decodes tokens that the driver told ahead
         self.first_scheduled_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self._buffer = spec.prompt.buffer
@@ -225,6 +241,10 @@ class Request:
     def append(self, token: int) -> None:
         """Add an output token."""
         self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+
+    def extend(self, tokens: bytes) -> None:
+        """Add output tokens, int32 little-endian."""
+        self._buffer += tokens
 
     def start_over(
         self,

@@ -16,6 +16,10 @@ preempted: what it computed is published and stays cached, and it comes back to 
 place in the order. The oldest request is never preempted for another, so it always
 ends, and then the next oldest: nobody waits for ever.
 
+A driver that knows what a request will sample, a replay, may let it coast: its decodes
+are planned and counted as ever, but one by one they are not spelled out, so a step costs
+only what changes in it.
+
 A rollout in place divides requests in two: `fence` makes those added from now on wait
 until the driver, once the earlier ones have ended, calls `lift_fence`.
 """
@@ -23,7 +27,8 @@ until the driver, once the earlier ones have ended, calls `lift_fence`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import SchedulerConfig
@@ -39,6 +44,7 @@ from stemkv.core.events import (
     TokenSampled,
 )
 from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.ledger import Ledger
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import (
@@ -49,7 +55,7 @@ from stemkv.core.request import (
     RequestState,
 )
 from stemkv.core.table import BlockCopy, Lease
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
 from stemkv.errors import (
     DuplicateRequest,
     InvalidLimit,
@@ -75,6 +81,13 @@ class Scheduler:
         self._order = order
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by arrival
+        self._stepping: list[Request] = []  # of those, the ones that do not coast
+        self._num_places = 0  # taken by running requests
+        self._coasts: dict[RequestId, _Coast] = {}
+        # (first step in which it does not coast, order, its coast)
+        self._wakes: list[tuple[int, tuple[float, int, int], _Coast]] = []
+        self._coasting_context = 0  # sum of contexts in the next step
+        self._num_committed = 0
         # Samples in flight by the id that was asked for, which they all keep taken.
         self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
@@ -109,7 +122,10 @@ class Scheduler:
         return self._pending
 
     def request(self, request_id: RequestId) -> Request | None:
-        """Return a request in flight; `None` once it has ended."""
+        """Return a request in flight; `None` once it has ended.
+
+        While it coasts, its tokens lag behind.
+        """
         return self._requests.get(request_id)
 
     def requests(self) -> tuple[Request, ...]:
@@ -171,8 +187,9 @@ class Scheduler:
         if request.state is not RequestState.RUNNING:
             self._order.remove(request_id)
             self._abort(request, reason, now)
-        elif self._pending is not None and any(
-            chunk.request_id == request_id for chunk in self._pending.chunks
+        elif self._pending is not None and (
+            request.is_coasting
+            or any(chunk.request_id == request_id for chunk in self._pending.chunks)
         ):
             request.is_cancelled = True
         else:
@@ -199,6 +216,7 @@ class Scheduler:
         self._check_no_pending("restart")
         request = self._requests[request_id]
         num_samples = _num_places(request)
+        self._wake(request)
         num_output = request.num_output_tokens
         if request.state is RequestState.RUNNING:
             self._stop_running(request, now)
@@ -212,6 +230,8 @@ class Scheduler:
         self._leave_epoch(request)
         request.epoch = self._num_fences
         self._enter_epoch(request)
+        if self.cache.ledger is not None:
+            self.cache.ledger.restarted(request_id)
         self._events.append(
             RequestRestarted(
                 now=now, request_id=request_id, num_discarded_tokens=num_output
@@ -261,11 +281,16 @@ class Scheduler:
             raise InvariantError(
                 f"step {self._pending.step} is neither committed nor abandoned"
             )
-        step = _Step(self.config.token_budget)
-        for request in tuple(self._running):
+        while self._wakes and self._wakes[0][0] <= self._num_plans:
+            coast = heappop(self._wakes)[2]
+            if self._coasts.get(coast.request.request_id) is coast:
+                self._wake(coast.request)
+        step = _Step(self.config.token_budget - len(self._coasts))
+        stepping = tuple(self._stepping)
+        for request in stepping:
             if request.state is RequestState.RUNNING and not request.is_prefilling:
                 self._schedule_decode(request, step, now)
-        for request in tuple(self._running):
+        for request in stepping:
             if request.state is RequestState.RUNNING and request.is_prefilling:
                 self._schedule_chunk(request, step, now)
         self._admit(step, now)
@@ -274,6 +299,8 @@ class Scheduler:
             now=now,
             copies=tuple(step.copies),
             chunks=tuple(step.chunks),
+            num_coasting=len(self._coasts),
+            num_coasting_context=self._coasting_context,
         )
         self._num_plans += 1
         return self._pending
@@ -288,7 +315,54 @@ class Scheduler:
         self._take_pending(plan)
         for chunk in plan.chunks:
             self._commit_chunk(chunk, result, now)
+        self._num_committed += 1
+        self._coasting_context += plan.num_coasting
+        if plan.num_coasting:
+            cancelled = [
+                coast.request
+                for coast in self._coasts.values()
+                if coast.request.is_cancelled
+            ]
+            for request in cancelled:
+                self._stop_running(request, now)
+                self._abort(request, FinishReason.CANCELLED, now)
         return self.take_events()
+
+    def coast(self, request_id: RequestId, tokens: bytes) -> int:
+        """Tell ahead what a decoding request will sample; return how many tokens.
+
+        `tokens` are int32 little-endian. From the next step on the request decodes
+        them, one a step, without being spelled out in plans and without events, up to
+        the step before anything else happens to it: it fills its block, or samples the
+        last of `max_new_tokens`. Then it is in plans again and the driver samples.
+        What is scheduled is the same as without; only the driver's and the scheduler's
+        own work is less. 0: it cannot coast now. Not while a step is pending.
+        """
+        self._check_no_pending("coast")
+        request = self._requests.get(request_id)
+        if (
+            request is None
+            or request.state is not RequestState.RUNNING
+            or request.is_prefilling
+            or request.is_coasting
+            or request.spec.num_samples > 1
+        ):
+            return 0
+        num_slots = len(_lease_of(request).table) * self.cache.config.block_size
+        num_steps = min(
+            len(tokens) // TOKEN_BYTES,
+            num_slots - request.num_computed - 1,
+            request.spec.max_new_tokens - request.num_output_tokens - 1,
+        )
+        if num_steps <= 0:
+            return 0
+        coast = _Coast(request, tokens[: num_steps * TOKEN_BYTES], self._num_committed)
+        request.is_coasting = True
+        self._coasts[request_id] = coast
+        self._coasting_context += request.num_tokens
+        self._stepping.remove(request)
+        heappush(self._wakes, (self._num_plans + num_steps, request.order_key, coast))
+        return num_steps
 
     def abandon(self, plan: StepPlan, now: float) -> tuple[Event, ...]:
         """Give up the pending plan after a failed forward pass.
@@ -297,8 +371,9 @@ class Scheduler:
         blocks published by earlier steps stay. All other requests go on.
         """
         self._take_pending(plan)
-        for chunk in plan.chunks:
-            request = self._requests[chunk.request_id]
+        coasting = [coast.request.request_id for coast in self._coasts.values()]
+        for request_id in (*(chunk.request_id for chunk in plan.chunks), *coasting):
+            request = self._requests[request_id]
             self._stop_running(request, now)
             is_cancelled = request.is_cancelled
             reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
@@ -363,6 +438,9 @@ class Scheduler:
                         step.copies.append(copy)
                     return True
             victim = self._running[-1]
+            if victim.is_coasting:
+                self._wake(victim)
+                step.budget += 1  # what was kept for it
             if any(chunk.request_id == victim.request_id for chunk in step.chunks):
                 raise InvariantError("the youngest request is planned before an older")
             self._preempt(victim, now)
@@ -393,8 +471,7 @@ class Scheduler:
                 return
             if request.epoch > self._open_epoch:
                 continue  # what it shall run on is not in place yet
-            num_places = sum(map(_num_places, self._running)) + _num_places(request)
-            if num_places > self.config.max_num_running:
+            if self._num_places + _num_places(request) > self.config.max_num_running:
                 return
             if self._awaits_prefix(request, now):
                 continue
@@ -404,9 +481,11 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
+                owner=request.spec.owner,
                 now=now,
             )
             if lease is None:
+                self._book_stall(request, now)
                 return  # no overtaking: small requests must not starve a large one
             self._start(request, lease, step, now)
             self._schedule_chunk(request, step, now)
@@ -417,10 +496,12 @@ class Scheduler:
             copied = lease.copy.num_tokens
             step.copies.append(lease.copy)
         self._order.remove(request.request_id)
-        insort(self._running, request, key=_order_key)
         is_resumed = request.state is RequestState.PREEMPTED
         request.state = RequestState.RUNNING
         request.lease = lease
+        if self.cache.ledger is not None and not request.sample:
+            self._book_lookup(self.cache.ledger, request, lease, now)
+        self._run(request, _num_places(request))
         _count_matched(request, lease.num_matched_tokens, copied)
         request.num_computed = lease.num_matched_tokens
         if request.first_scheduled_s is None:
@@ -435,6 +516,69 @@ class Scheduler:
             )
         )
 
+    def _book_lookup(
+        self, ledger: Ledger, request: Request, lease: Lease, now: float
+    ) -> None:
+        path = [] if lease.node is None else lease.node.path()
+        copied = None
+        if lease.copy is not None and lease.copy_source is not None:
+            copied = (lease.copy_source, lease.copy.num_tokens)
+        if ledger.entry(request.request_id) is not None:  # it was preempted
+            ledger.resumed(
+                request.request_id,
+                path=path,
+                copied=copied,
+                num_known=request.num_counted,
+                now=now,
+            )
+            return
+        ledger.admitted(
+            request.request_id,
+            tenant=request.spec.owner,
+            domain=request.spec.domain,
+            namespace=request.namespace,
+            prompt=request.spec.prompt.buffer,
+            path=path,
+            copied=copied,
+            num_awaitable=self._num_awaitable(request),
+            arrival_s=request.spec.arrival_s,
+            now=now,
+        )
+
+    def _num_awaitable(self, request: Request) -> int:
+        """Return up to where a running prefill computes the request's own tokens."""
+        if request.namespace is None:
+            return 0
+        longest = 0
+        for leader in self._stepping:
+            if leader.namespace != request.namespace or not leader.is_prefilling:
+                continue
+            limit = min(len(leader.tokens), len(request.tokens))
+            if leader.spec.domain != request.spec.domain:
+                num_blocks = _lease_of(leader).num_public_blocks
+                size = self.cache.config.block_size * TOKEN_BYTES
+                limit = min(limit, num_blocks * size)
+            if limit > longest:
+                same = common_prefix_bytes(leader.tokens, 0, request.tokens, 0, limit)
+                longest = max(longest, same)
+        return longest // TOKEN_BYTES
+
+    def _book_stall(self, request: Request, now: float) -> None:
+        ledger = self.cache.ledger
+        if ledger is None:
+            return
+        cache = self.cache
+        needed = cache.num_blocks_for(request.num_tokens) + self._num_spare_blocks()
+        ledger.stalled(
+            request.request_id,
+            tenant=request.spec.owner,
+            num_missing=max(0, needed - cache.num_available_blocks),
+            num_active=cache.num_active_blocks,
+            num_shared=cache.tree.num_pinned_blocks,
+            num_cached=cache.tree.num_unpinned_blocks,
+            now=now,
+        )
+
     def _awaits_prefix(self, request: Request, now: float) -> bool:
         """Decide whether to wait for a block that a running prefill will publish.
 
@@ -445,7 +589,7 @@ class Scheduler:
             return False
         if request.num_steps_awaiting >= self.config.max_steps_awaiting:
             return False
-        leaders = [r for r in self._running if r.is_prefilling and _publishes(r)]
+        leaders = [r for r in self._stepping if r.is_prefilling and _publishes(r)]
         if not leaders:
             return False
         peek = self.cache.peek(request.namespace, request.spec.domain, request.tokens)
@@ -492,7 +636,11 @@ class Scheduler:
         samples = result.samples.get(chunk.request_id, ())
         if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
             # KV from which no sound logits followed must not be handed on.
-            self.cache.publish(lease, request.tokens, request.num_computed, now)
+            num_added = self.cache.publish(
+                lease, request.tokens, request.num_computed, now
+            )
+            if num_added and self.cache.ledger is not None:
+                self.cache.ledger.left_blocks(request.request_id, num_added)
         if request.is_cancelled:
             self._stop_running(request, now)
             self._abort(request, FinishReason.CANCELLED, now)
@@ -523,8 +671,10 @@ class Scheduler:
             child.epoch = request.epoch
             child.lease = self.cache.fork(_lease_of(request), now)
             self._take_in(child)
-            insort(self._running, child, key=_order_key)
+            self._run(child, 1)
             children.append(child)
+        self._num_places -= request.num_places - 1  # the samples have theirs
+        request.num_places = 1
         self._events.append(
             RequestForked(
                 now=now,
@@ -558,7 +708,7 @@ class Scheduler:
         self._stop_running(request, now)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        self._let_go(request)
+        self._let_go(request, now)
         self._events.append(
             RequestFinished(
                 now=now,
@@ -575,21 +725,44 @@ class Scheduler:
         self, request: Request, now: float, *, is_sound: bool = True
     ) -> None:
         """Give the request's blocks back; the published ones stay cached if sound."""
+        self._wake(request)
         lease = _lease_of(request)
         self.cache.release(lease, now)
         if not is_sound:
             self.cache.forget(lease, now)
         request.lease = None
         request.num_computed = 0
-        index = bisect_left(self._running, request.order_key, key=_order_key)
-        if self._running[index] is not request:
-            raise InvariantError(f"request {request.request_id} is not running")
-        del self._running[index]
+        self._num_places -= request.num_places
+        request.num_places = 0
+        for requests in (self._running, self._stepping):
+            index = bisect_left(requests, request.order_key, key=_order_key)
+            if requests[index] is not request:
+                raise InvariantError(f"request {request.request_id} is not running")
+            del requests[index]
+
+    def _run(self, request: Request, num_places: int) -> None:
+        request.num_places = num_places
+        self._num_places += num_places
+        insort(self._running, request, key=_order_key)
+        insort(self._stepping, request, key=_order_key)
+
+    def _wake(self, request: Request) -> None:
+        """End a request's coasting and bring it up to date; nothing if it does not."""
+        coast = self._coasts.pop(request.request_id, None)
+        if coast is None:
+            return
+        num_steps = self._num_committed - coast.since
+        self._coasting_context -= request.num_tokens + num_steps
+        _count_computed(request, request.num_computed, request.num_computed + num_steps)
+        request.num_computed += num_steps
+        request.extend(coast.tokens[: num_steps * TOKEN_BYTES])
+        request.is_coasting = False
+        insort(self._stepping, request, key=_order_key)
 
     def _abort(self, request: Request, reason: FinishReason, now: float) -> None:
         request.state = RequestState.ABORTED
         request.finish_reason = reason
-        self._let_go(request)
+        self._let_go(request, now)
         self._events.append(
             RequestAborted(
                 now=now,
@@ -606,13 +779,29 @@ class Scheduler:
         self._num_in_flight[root] = self._num_in_flight.get(root, 0) + 1
         self._enter_epoch(request)
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, now: float) -> None:
         root = request.spec.request_id
+        if self.cache.ledger is not None and not request.sample:
+            self._book_end(self.cache.ledger, request, now)
         del self._requests[request.request_id]
         self._leave_epoch(request)
         self._num_in_flight[root] -= 1
         if self._num_in_flight[root] == 0:
             del self._num_in_flight[root]
+
+    def _book_end(self, ledger: Ledger, request: Request, now: float) -> None:
+        counts = request.counts
+        assert request.finish_reason is not None, "it has just ended"
+        ledger.ended(
+            request.request_id,
+            reason=request.finish_reason.value,
+            num_reused=counts.reused,
+            num_computed=counts.computed,
+            num_recomputed=counts.recomputed,
+            num_output=request.num_output_tokens,
+            num_preemptions=request.num_preemptions,
+            now=now,
+        )
 
     def _enter_epoch(self, request: Request) -> None:
         self._num_by_epoch[request.epoch] = self._num_by_epoch.get(request.epoch, 0) + 1
@@ -655,6 +844,15 @@ class Scheduler:
                 f"shorten the prompt or lower max_new_tokens",
                 field="prompt",
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coast:
+    """What a coasting request will sample, and since which step it does."""
+
+    request: Request
+    tokens: bytes  # int32 little-endian, one a step
+    since: int  # steps committed when it began
 
 
 class _Step:

@@ -93,6 +93,7 @@ class Lease:
         "num_matched_tokens",
         "num_public_blocks",
         "num_published_blocks",
+        "owner",
         "table",
     )
 
@@ -101,6 +102,7 @@ class Lease:
         *,
         namespace: bytes | None,
         domain: Domain,
+        owner: str,
         node: Node | None,
         table: BlockTable,
         num_published_blocks: int,
@@ -111,6 +113,7 @@ class Lease:
     ) -> None:
         self.namespace = namespace  # None: shares with nobody
         self.domain = domain
+        self.owner = owner  # tenant who pays for what it holds and publishes
         self.node = node  # deepest pinned node, the root if nothing matched
         self.table = table
         self.num_published_blocks = num_published_blocks

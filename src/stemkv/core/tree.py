@@ -42,6 +42,8 @@ class Node:
         "edge",
         "id",
         "is_retired",
+        "namespace",
+        "owner",
         "parent",
         "ref_count",
     )
@@ -53,6 +55,7 @@ class Node:
         domain: Domain,
         edge: bytes,
         block_ids: array[int],
+        owner: str,
     ) -> None:
         self.id = node_id  # never used again, also after eviction
         self.parent = parent  # None for a root
@@ -61,7 +64,9 @@ class Node:
         self.block_ids = block_ids
         self.children: dict[Domain, _Children] = {}
         self.ref_count = 0  # leases whose path contains this node
+        self.owner = owner  # tenant who brought the blocks in; opaque to the tree
         self.is_retired = False  # meaningful for roots only
+        self.namespace = b""  # meaningful for roots only
 
     @property
     def num_blocks(self) -> int:
@@ -228,7 +233,8 @@ class PrefixTree:
         """Return the root of the namespace, planting it when it is new."""
         root = self._roots.get(namespace)
         if root is None:
-            root = Node(self._new_id(), None, PUBLIC, b"", array("i"))
+            root = Node(self._new_id(), None, PUBLIC, b"", array("i"), "")
+            root.namespace = namespace
             self._roots[namespace] = root
         return root
 
@@ -248,6 +254,7 @@ class PrefixTree:
             node.domain,
             node.edge[:cut],
             node.block_ids[:num_blocks],
+            node.owner,
         )
         upper.ref_count = node.ref_count
         self._nodes[upper.id] = upper
@@ -261,8 +268,8 @@ class PrefixTree:
     def merge(self, node: Node) -> Node | None:
         """Undo a split that no longer separates anything; return the lower node.
 
-        That is: the node has one child, of its own domain, and every lease on its path
-        goes on into that child. The child keeps its object and takes the node's blocks
+        That is: the node has one child, of its own domain and owner, and every lease on
+        its path goes on into that child. The child keeps its object and takes the node's blocks
         in front; the node leaves the tree. `None` when there is nothing to undo.
         """
         if node.parent is None or len(node.children) != 1:
@@ -271,7 +278,7 @@ class PrefixTree:
         if children is None or len(children) != 1:
             return None
         (child,) = children
-        if child.ref_count != node.ref_count:
+        if child.ref_count != node.ref_count or child.owner != node.owner:
             return None
         child.edge = node.edge + child.edge
         child.block_ids = node.block_ids + child.block_ids
@@ -281,10 +288,16 @@ class PrefixTree:
         return child
 
     def add(
-        self, parent: Node, domain: Domain, edge: bytes, block_ids: array[int]
+        self,
+        parent: Node,
+        domain: Domain,
+        edge: bytes,
+        block_ids: array[int],
+        *,
+        owner: str = "",
     ) -> Node:
         """Hang a new unpinned node below `parent`; the tree now owns the blocks."""
-        node = Node(self._new_id(), parent, domain, edge, block_ids)
+        node = Node(self._new_id(), parent, domain, edge, block_ids, owner)
         self._add_child(parent, node)
         self._nodes[node.id] = node
         self._num_blocks += len(block_ids)

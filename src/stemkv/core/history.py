@@ -1,0 +1,290 @@
+"""What was in the cache before: who held which prefix, and when it left.
+
+Owns a radix tree of token runs that outlives eviction. It answers *why* tokens were not
+reused, never whether they may be: a hit is decided by `PrefixTree` alone. Knows nothing
+of blocks, leases or policies.
+
+One tree for all namespaces and domains, so that a miss can be traced to another domain
+(what isolation costs) or to another identity (what a rollout or an adapter costs).
+A holder is a namespace with a domain in it; for each holder a node notes per block
+since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
+
+__all__ = ["History", "Past", "PastRun"]
+
+_NEVER = -math.inf  # this holder never had the block
+_RESIDENT = math.inf
+
+Holder = tuple[bytes, Domain]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What is known of one run of blocks that a request did not find.
+
+    The first of these that applies: the request itself might have found them earlier
+    (`left_s`), another domain of its namespace has or had them, another namespace has
+    or had them; else nobody did.
+    """
+
+    left_s: float | None = None  # when its own or the public copy left; inf: resident
+    is_other_domain: bool = False
+    other_namespace: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """Consecutive blocks with the same past."""
+
+    num_blocks: int
+    past: Past
+
+
+class _Node:
+    """A run of blocks that no branch divides, and who held it."""
+
+    __slots__ = ("children", "edge", "gone", "last_s", "parent")
+
+    def __init__(self, parent: _Node | None, edge: bytes) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.children: dict[bytes, _Node] = {}
+        self.gone: dict[Holder, array[float]] = {}  # one number per block
+        self.last_s = 0.0  # last change, for forgetting
+
+
+class History:
+    """Remembers published prefixes, up to `max_blocks` of them (`None`: all).
+
+    What is forgotten, the longest unchanged first, is "never seen" again. Times are
+    seconds and never decrease.
+    """
+
+    def __init__(self, block_size: int, *, max_blocks: int | None = None) -> None:
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._max_blocks = max_blocks
+        self._root = _Node(None, b"")
+        self._num_blocks = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks remembered."""
+        return self._num_blocks
+
+    def published(
+        self,
+        namespace: bytes,
+        domain: Domain,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        now: float,
+    ) -> None:
+        """Note that the holder has blocks `start … stop - 1` of `tokens` from now on."""
+        self._mark(namespace, domain, tokens, start, stop, _RESIDENT, now)
+        if self._max_blocks is not None and self._num_blocks > self._max_blocks:
+            self._forget(self._max_blocks * 7 // 8)
+
+    def left(
+        self,
+        namespace: bytes,
+        domain: Domain,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        now: float,
+    ) -> None:
+        """Note that blocks `start … stop - 1` of `tokens` are not resident any more."""
+        self._mark(namespace, domain, tokens, start, stop, now, now)
+
+    def past(
+        self, namespace: bytes, domain: Domain, tokens: bytes, start: int, stop: int
+    ) -> list[PastRun]:
+        """Return what is known of blocks `start … stop - 1`, in order; pure.
+
+        O(nodes on the path) where a node's blocks share one past, else O(blocks).
+        """
+        runs: list[PastRun] = []
+        index = 0
+        for node, num_same in self._walk(tokens, stop):
+            low, high = max(start, index), index + num_same
+            if low < high:
+                own = (namespace, domain), (namespace, PUBLIC)
+                runs.extend(_pasts(node, own, low - index, high - index))
+            index += num_same
+        if max(index, start) < stop:
+            runs.append(PastRun(stop - max(index, start), Past()))
+        return _joined(runs)
+
+    # Private
+
+    def _walk(self, tokens: bytes, stop: int) -> Iterator[tuple[_Node, int]]:
+        """Yield (node, leading blocks of it that agree) along `tokens[:stop blocks]`."""
+        size = self._block_bytes
+        end = stop * size
+        node, offset = self._root, 0
+        while offset < end:
+            child = node.children.get(tokens[offset : offset + size])
+            if child is None:
+                return
+            limit = min(len(child.edge), end - offset)
+            if limit == len(child.edge) and tokens.startswith(child.edge, offset):
+                same = limit
+            else:
+                same = common_prefix_bytes(child.edge, 0, tokens, offset, limit)
+                same -= same % size
+            yield child, same // size
+            offset += same
+            if same < len(child.edge):
+                return
+            node = child
+
+    def _mark(
+        self,
+        namespace: bytes,
+        domain: Domain,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        value: float,
+        now: float,
+    ) -> None:
+        """Set the holder's number of these blocks, adding nodes as needed."""
+        holder = (namespace, domain)
+        size = self._block_bytes
+        index, last = 0, self._root
+        for node, num_same in tuple(self._walk(tokens, stop)):
+            if num_same * size < len(node.edge) and index + num_same < stop:
+                node = self._split(node, num_same)  # what is new branches off here
+            self._set(node, holder, start - index, num_same, value, now)
+            index, last = index + num_same, node
+        if index >= stop:
+            return
+        if last is not self._root and not last.children and list(last.gone) == [holder]:
+            # A prefix that grows block by block stays one run.
+            last.edge += tokens[index * size : stop * size]
+            gone = last.gone[holder]
+            gone.extend(array("d", [_NEVER]) * max(0, start - index))
+            gone.extend(array("d", [value]) * (stop - max(start, index)))
+            last.last_s = now
+            self._num_blocks += stop - index
+        else:
+            new = _Node(last, tokens[index * size : stop * size])
+            last.children[new.edge[:size]] = new
+            self._num_blocks += stop - index
+            self._set(new, holder, start - index, stop - index, value, now)
+
+    def _set(
+        self,
+        node: _Node,
+        holder: Holder,
+        low: int,
+        high: int,
+        value: float,
+        now: float,
+    ) -> None:
+        low = max(0, low)
+        if low >= high:
+            return
+        gone = node.gone.get(holder)
+        if gone is None:
+            num_blocks = len(node.edge) // self._block_bytes
+            gone = node.gone[holder] = array("d", [_NEVER]) * num_blocks
+        gone[low:high] = array("d", [value]) * (high - low)
+        node.last_s = now
+
+    def _split(self, node: _Node, num_blocks: int) -> _Node:
+        """Cut a node and return the upper part, which is new."""
+        parent = node.parent
+        assert parent is not None, "the root has no edge to cut"
+        size = self._block_bytes
+        upper = _Node(parent, node.edge[: num_blocks * size])
+        upper.last_s = node.last_s
+        for holder, gone in node.gone.items():
+            upper.gone[holder] = gone[:num_blocks]
+            node.gone[holder] = gone[num_blocks:]
+        parent.children[upper.edge[:size]] = upper
+        node.parent = upper
+        node.edge = node.edge[num_blocks * size :]
+        upper.children[node.edge[:size]] = node
+        return upper
+
+    def _forget(self, target: int) -> None:
+        """Drop whole leaves, the longest unchanged first, down to `target` blocks."""
+        size = self._block_bytes
+        while self._num_blocks > target:
+            leaves = [node for node in self._nodes() if not node.children]
+            leaves.sort(key=lambda node: (node.last_s, node.edge))
+            for node in leaves:
+                if self._num_blocks <= target:
+                    return
+                assert node.parent is not None, "the root is no leaf of blocks"
+                del node.parent.children[node.edge[:size]]
+                self._num_blocks -= len(node.edge) // size
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+def _pasts(
+    node: _Node, own: tuple[Holder, Holder], low: int, high: int
+) -> Iterator[PastRun]:
+    """Yield runs of equal past among blocks `low … high - 1` of a node."""
+    parts = [
+        (holder, gone[low:high])
+        for holder, gone in node.gone.items()
+        if max(gone[low:high]) != _NEVER
+    ]
+    if all(min(part) == max(part) for _, part in parts):
+        yield PastRun(high - low, _past_at(parts, own, 0))
+        return
+    for index in range(high - low):
+        yield PastRun(1, _past_at(parts, own, index))
+
+
+def _past_at(
+    parts: list[tuple[Holder, array[float]]], own: tuple[Holder, Holder], index: int
+) -> Past:
+    left_s: float | None = None
+    is_other_domain = False
+    other_namespace: bytes | None = None
+    namespace = own[0][0]
+    for holder, part in parts:
+        if part[index] == _NEVER:
+            continue
+        if holder in own:
+            stayed = part[index]
+            left_s = stayed if left_s is None else max(left_s, stayed)
+        elif holder[0] == namespace:
+            is_other_domain = True
+        elif other_namespace is None or holder[0] < other_namespace:
+            other_namespace = holder[0]  # of several, always the same one
+    if left_s is not None:
+        return Past(left_s=left_s)
+    if is_other_domain:
+        return Past(is_other_domain=True)
+    return Past(other_namespace=other_namespace)
+
+
+def _joined(runs: list[PastRun]) -> list[PastRun]:
+    """Merge neighbours with an equal past."""
+    joined: list[PastRun] = []
+    for run in runs:
+        if joined and joined[-1].past == run.past:
+            run = PastRun(joined.pop().num_blocks + run.num_blocks, run.past)
+        joined.append(run)
+    return joined

@@ -1,0 +1,774 @@
+"""The books: what each hit saved, what each retained byte-second cost, why tokens missed.
+
+Owns the lookup record of every request, the accounts of tenants and of prefixes, and
+the equations between them (`check`). `PrefixCache` and `Scheduler` tell it what happens;
+it decides nothing, and nothing it says may reach another tenant: it is the operator's.
+
+Two kinds of account. A tenant's account integrates blocks over time: active ones (held
+by a lease) and retained ones (cached, held by nobody). What is public belongs to nobody
+in particular and has an account of its own, `PUBLIC_ACCOUNT`. A prefix's account does
+the same for one node of the tree, and is credited with the hits on it; when the node is
+evicted, the account is kept under the digest of its tokens, so that a prefix that comes
+and goes has one line. Both kinds add up to the same totals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from stemkv.core.cost import CostModel
+from stemkv.core.history import History
+from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
+from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tree import Node
+from stemkv.errors import InvariantError
+
+__all__ = [
+    "PUBLIC_ACCOUNT",
+    "Account",
+    "Ledger",
+    "LedgerEntry",
+    "Miss",
+    "MissReason",
+    "PrefixAccount",
+    "Regret",
+    "StallTotals",
+]
+
+PUBLIC_ACCOUNT = "(public)"  # what the operator declared public; no tenant pays for it
+
+
+class MissReason(Enum):
+    """Why prompt tokens had to be computed."""
+
+    NEVER_SEEN = "never_seen"  # nobody had them, as far as is remembered
+    IDENTITY_DIFFERS = "identity_differs"  # another namespace has or had them
+    OTHER_DOMAIN = "other_domain"  # another domain of this namespace has or had them
+    EVICTED = "evicted"  # the request could have found them earlier
+    NOT_YET_COMPUTED = "not_yet_computed"  # somebody was computing them just then
+    BELOW_BLOCK = "below_block"  # end of the prompt: no whole block, or its last token
+    UNSHARABLE = "unsharable"  # the request shares with nobody
+
+
+@dataclass(slots=True)
+class Miss:
+    """Prompt tokens `[start, end)` that were not reused, and why."""
+
+    start: int
+    end: int
+    reason: MissReason
+    # For IDENTITY_DIFFERS: which fields of the identity, where both are known.
+    differing_fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """Tokens that were evicted and then asked for again."""
+
+    num_tokens: int
+    delay_s: float  # eviction to the request
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerEntry:
+    """One request: what it found, what it missed, what it left. Tokens of the prompt.
+
+    While the request runs, only `PrefixCache`, `Scheduler` and `Ledger` change it.
+    """
+
+    request_id: str
+    tenant: str
+    domain: Domain
+    namespace: bytes | None
+    prefix_digest: bytes | None  # SHA-256 over namespace and reused tokens; None: none
+    arrival_s: float
+    admitted_s: float
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    num_reused_blocks: int  # whole blocks that were referenced, not copied
+    num_copied_tokens: int
+    saved_s: float  # prefill seconds, by the ledger's cost model
+    misses: list[Miss]  # in order of position
+    writers: dict[str, int]  # tenant who brought them in → tokens reused
+    regrets: tuple[Regret, ...]
+    stall_s: float = 0.0  # waited because memory was short
+    num_retained_blocks: int = 0  # published by it
+    # Known at the end
+    ended_s: float | None = None
+    finish_reason: str = ""
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def first_miss(self) -> Miss | None:
+        """The miss at the first position that was not reused."""
+        return self.misses[0] if self.misses else None
+
+
+@dataclass(slots=True)
+class Account:
+    """What one tenant holds and held. Blocks and block-seconds are exact."""
+
+    num_active_blocks: int = 0
+    num_cached_blocks: int = 0
+    active_block_s: float = 0.0
+    retained_block_s: float = 0.0
+    num_evicted_blocks: int = 0
+    num_published_blocks: int = 0
+    num_stalls: int = 0
+    stall_s: float = 0.0
+    since_s: float = 0.0  # up to when the two integrals are
+
+    def settle(self, now: float) -> None:
+        """Bring the integrals up to `now`."""
+        seconds = now - self.since_s
+        self.active_block_s += self.num_active_blocks * seconds
+        self.retained_block_s += self.num_cached_blocks * seconds
+        self.since_s = now
+
+
+@dataclass(slots=True)
+class PrefixAccount:
+    """What one run of published blocks cost and was worth."""
+
+    domain: Domain
+    start: int  # first token of the run
+    num_blocks: int
+    is_pinned: bool
+    since_s: float
+    num_hits: int = 0  # requests that reused all or part of it
+    hit_tokens: int = 0
+    saved_s: float = 0.0
+    active_block_s: float = 0.0
+    retained_block_s: float = 0.0
+    num_evicted_blocks: int = 0
+    end: int = 0  # one past its last token; known when it leaves, or for a report
+
+    def settle(self, now: float) -> None:
+        """Bring the integrals up to `now`."""
+        block_s = self.num_blocks * (now - self.since_s)
+        if self.is_pinned:
+            self.active_block_s += block_s
+        else:
+            self.retained_block_s += block_s
+        self.since_s = now
+
+
+@dataclass(slots=True)
+class StallTotals:
+    """Who held the memory when an admission had to wait, summed over the stalls."""
+
+    num_stalls: int = 0
+    active_blocks: int = 0
+    shared_blocks: int = 0  # of those, published and on the path of a lease
+    cached_blocks: int = 0  # evictable, and still too few
+    missing_blocks: int = 0  # by how much admission fell short
+    by_account: dict[str, int] = field(default_factory=dict)  # active blocks
+
+
+class Ledger:
+    """Keeps the books of one cache.
+
+    `on_entry` gets each request's entry when the request has ended. Costs O(nodes on
+    the path) per request and event. `max_history_blocks` bounds what is remembered for
+    the reasons of misses (see `History`); `None` remembers everything.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        cost: CostModel,
+        *,
+        max_history_blocks: int | None = None,
+        on_entry: Callable[[LedgerEntry], None] | None = None,
+    ) -> None:
+        self.cost = cost
+        self.stalls = StallTotals()
+        self.block_size = block_size
+        self._on_entry = on_entry
+        self._history = History(block_size, max_blocks=max_history_blocks)
+        self._accounts: dict[str, Account] = {}
+        self._prefixes: dict[int, PrefixAccount] = {}  # by node id, resident
+        self._closed: dict[bytes, PrefixAccount] = {}  # by digest, evicted
+        self._identities: dict[bytes, ComputeIdentity] = {}
+        self._open: dict[str, LedgerEntry] = {}
+        self._stalled: dict[str, float] = {}  # request → since when
+        # What the entries of ended requests add up to.
+        self._num_prompt = 0
+        self._num_reused = 0
+        self._num_computed = 0
+        self._num_missed = dict.fromkeys(MissReason, 0)
+        self._num_credited = 0  # tokens credited to prefixes, in vain ones included
+        self._num_in_vain = 0  # of those, by requests that were restarted
+        self._saved_s = 0.0
+        self._credited_s = 0.0
+        self._in_vain_s = 0.0
+
+    # Questions
+
+    @property
+    def misses(self) -> Mapping[MissReason, int]:
+        """Tokens missed by requests that have ended, by reason; zeros included."""
+        return dict(self._num_missed)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Prompt tokens that ended requests reused."""
+        return self._num_reused
+
+    @property
+    def saved_s(self) -> float:
+        """Prefill seconds that ended requests were saved."""
+        return self._saved_s
+
+    def accounts(self, now: float) -> dict[str, Account]:
+        """Return copies of all accounts, with integrals up to `now`."""
+        copies = {}
+        for name, account in sorted(self._accounts.items()):
+            copies[name] = _copy(account)
+            copies[name].settle(now)
+        return copies
+
+    def prefixes(self, nodes: Iterable[Node], now: float) -> dict[bytes, PrefixAccount]:
+        """Return copies of all prefix accounts by digest, with integrals up to `now`.
+
+        `nodes` are the resident ones, as `PrefixTree.nodes` gives them.
+        """
+        result = {digest: _copy(account) for digest, account in self._closed.items()}
+        for node in nodes:
+            account = _copy(self._prefixes[node.id])
+            account.settle(now)
+            _add(result, *self._closing(node, account))
+        return result
+
+    def entry(self, request_id: str) -> LedgerEntry | None:
+        """Return the entry of a running request; `None` before admission and after."""
+        return self._open.get(request_id)
+
+    def check(self, nodes: Iterable[Node], now: float) -> None:
+        """Raise `InvariantError` unless all sums agree.
+
+        Prefixes and tenants hold the same blocks for the same time; hits credited to
+        prefixes are the tokens that requests reused; what requests reused and computed
+        is their prompts, and what they missed is what they computed.
+        """
+        prefixes = self.prefixes(nodes, now).values()
+        accounts = self.accounts(now).values()
+        open_reused = sum(e.num_reused_tokens for e in self._open.values())
+        open_saved = sum(e.saved_s for e in self._open.values())
+        equations = [
+            (
+                "retained block-seconds of prefixes and of tenants",
+                sum(p.retained_block_s for p in prefixes),
+                sum(a.retained_block_s for a in accounts),
+            ),
+            (
+                "evicted blocks of prefixes and of tenants",
+                sum(p.num_evicted_blocks for p in prefixes),
+                sum(a.num_evicted_blocks for a in accounts),
+            ),
+            (
+                "tokens credited to prefixes and reused by requests",
+                self._num_credited,
+                self._num_reused + open_reused + self._num_in_vain,
+            ),
+            (
+                "tokens credited to prefixes, by prefix and in total",
+                sum(p.hit_tokens for p in prefixes),
+                self._num_credited,
+            ),
+            (
+                "seconds credited to prefixes and saved by requests",
+                self._credited_s,
+                self._saved_s + open_saved + self._in_vain_s,
+            ),
+            (
+                "seconds credited to prefixes, by prefix and in total",
+                sum(p.saved_s for p in prefixes),
+                self._credited_s,
+            ),
+            (
+                "prompt tokens and reused + computed ones",
+                self._num_prompt,
+                self._num_reused + self._num_computed,
+            ),
+            (
+                "computed tokens and misses by reason",
+                self._num_computed,
+                sum(self._num_missed.values()),
+            ),
+        ]
+        for name, left, right in equations:
+            if not math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-6):
+                raise InvariantError(
+                    f"the ledger does not add up: {name}: {left} and {right}"
+                )
+
+    # Identities
+
+    def name(self, namespace: bytes, identity: ComputeIdentity) -> None:
+        """Tell what a namespace stands for, so that a miss can name the fields."""
+        self._identities[namespace] = identity
+
+    # What requests do
+
+    def admitted(
+        self,
+        request_id: str,
+        *,
+        tenant: str,
+        domain: Domain,
+        namespace: bytes | None,
+        prompt: bytes,
+        path: list[Node],
+        copied: tuple[Node, int] | None,
+        num_awaitable: int,
+        arrival_s: float,
+        now: float,
+    ) -> None:
+        """Book a request's lookup, before it computes or publishes anything.
+
+        `path` are the nodes it reuses as a whole, `copied` the node and how many tokens
+        are copied out of its block, `num_awaitable` up to where some running request is
+        computing the same tokens for it to see.
+        """
+        num_prompt = len(prompt) // TOKEN_BYTES
+        entry = LedgerEntry(
+            request_id=request_id,
+            tenant=tenant,
+            domain=domain,
+            namespace=namespace,
+            prefix_digest=None,
+            arrival_s=arrival_s,
+            admitted_s=now,
+            num_prompt_tokens=num_prompt,
+            num_reused_tokens=0,
+            num_reused_blocks=0,
+            num_copied_tokens=0,
+            saved_s=0.0,
+            misses=[Miss(0, num_prompt, MissReason.UNSHARABLE)],
+            writers={},
+            regrets=(),
+        )
+        self._open[request_id] = entry
+        self._end_stall(request_id, entry, now)
+        if namespace is None:
+            return
+        reused = self._credit(entry, path, copied, 0, num_prompt)
+        if reused:
+            digest = hashlib.sha256(namespace)
+            digest.update(prompt[: reused * TOKEN_BYTES])
+            entry.prefix_digest = digest.digest()
+        self._explain(entry, prompt, reused, num_awaitable, now)
+
+    def resumed(
+        self,
+        request_id: str,
+        *,
+        path: list[Node],
+        copied: tuple[Node, int] | None,
+        num_known: int,
+        now: float,
+    ) -> None:
+        """Book what a preempted request finds beyond `num_known` tokens.
+
+        What it had reused or computed before is recomputed or found again, and counts
+        once; what others have computed meanwhile is reused now.
+        """
+        entry = self._open.get(request_id)
+        if entry is None:
+            return
+        self._end_stall(request_id, entry, now)
+        if entry.namespace is not None:
+            end = self._credit(entry, path, copied, num_known, entry.num_prompt_tokens)
+            entry.misses = _without(entry.misses, num_known, end)
+
+    def restarted(self, request_id: str) -> None:
+        """Book that a request begins again: what it reused so far was in vain."""
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._num_in_vain += entry.num_reused_tokens
+            self._in_vain_s += entry.saved_s
+
+    def stalled(
+        self,
+        request_id: str,
+        *,
+        tenant: str,
+        num_missing: int,
+        num_active: int,
+        num_shared: int,
+        num_cached: int,
+        now: float,
+    ) -> None:
+        """Book that admission had to wait for memory; repeated calls are one stall."""
+        if request_id in self._stalled:
+            return
+        self._stalled[request_id] = now
+        account = self._account(tenant, now)
+        account.num_stalls += 1
+        stalls = self.stalls
+        stalls.num_stalls += 1
+        stalls.active_blocks += num_active
+        stalls.shared_blocks += num_shared
+        stalls.cached_blocks += num_cached
+        stalls.missing_blocks += num_missing
+        for name, each in self._accounts.items():
+            if each.num_active_blocks:
+                held = stalls.by_account.get(name, 0)
+                stalls.by_account[name] = held + each.num_active_blocks
+
+    def left_blocks(self, request_id: str, num_blocks: int) -> None:
+        """Book blocks that a request published."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            entry.num_retained_blocks += num_blocks
+
+    def ended(
+        self,
+        request_id: str,
+        *,
+        reason: str,
+        num_reused: int,
+        num_computed: int,
+        num_recomputed: int,
+        num_output: int,
+        num_preemptions: int,
+        now: float,
+    ) -> None:
+        """Close a request's entry; one that was never admitted has none."""
+        self._stalled.pop(request_id, None)
+        entry = self._open.pop(request_id, None)
+        if entry is None:
+            return
+        if num_reused != entry.num_reused_tokens:
+            raise InvariantError(
+                f"request {request_id} reused {num_reused} tokens, the ledger has "
+                f"{entry.num_reused_tokens}"
+            )
+        # One that was aborted has not computed all it missed.
+        entry.misses = _first(entry.misses, num_computed)
+        entry.ended_s = now
+        entry.finish_reason = reason
+        entry.num_computed_tokens = num_computed
+        entry.num_recomputed_tokens = num_recomputed
+        entry.num_output_tokens = num_output
+        entry.num_preemptions = num_preemptions
+        self._num_prompt += num_reused + num_computed
+        self._num_reused += num_reused
+        self._num_computed += num_computed
+        self._saved_s += entry.saved_s
+        for miss in entry.misses:
+            self._num_missed[miss.reason] += miss.end - miss.start
+        if self._on_entry is not None:
+            self._on_entry(entry)
+
+    # What blocks do
+
+    def allocated(self, owner: str, num_blocks: int, now: float) -> None:
+        """Book blocks that became private to a lease of the owner."""
+        self._move(owner, now, active=num_blocks)
+
+    def freed(self, owner: str, num_blocks: int, now: float) -> None:
+        """Book private blocks that nobody holds any more."""
+        self._move(owner, now, active=-num_blocks)
+
+    def published(
+        self,
+        node: Node,
+        start: int,
+        stop: int,
+        *,
+        namespace: bytes,
+        owner: str,
+        tokens: bytes,
+        now: float,
+    ) -> None:
+        """Book that private blocks `start … stop - 1` of `tokens` are in a node now.
+
+        The node is new or was lengthened; a lease pins it.
+        """
+        num_blocks = stop - start
+        account_name = account_of(node.domain, node.owner)
+        self._move(owner, now, active=-num_blocks)
+        self._move(account_name, now, active=num_blocks)
+        self._accounts[account_name].num_published_blocks += num_blocks
+        account = self._prefixes.get(node.id)
+        if account is None:
+            self._prefixes[node.id] = PrefixAccount(
+                domain=node.domain,
+                start=start * self.block_size,
+                num_blocks=num_blocks,
+                is_pinned=True,
+                since_s=now,
+            )
+        else:
+            account.settle(now)
+            account.num_blocks += num_blocks
+        self._history.published(namespace, node.domain, tokens, start, stop, now)
+
+    def pinned(self, node: Node, now: float) -> None:
+        """Book that a lease begins to hold a node that none held."""
+        self._change(node, now, is_pinned=True)
+
+    def unpinned(self, node: Node, now: float) -> None:
+        """Book that no lease holds a node any more: from now on it is retained."""
+        self._change(node, now, is_pinned=False)
+
+    def split(self, upper: Node, lower: Node, now: float) -> None:
+        """Divide an account as its node was divided, by blocks."""
+        account = self._prefixes[lower.id]
+        account.settle(now)
+        share = upper.num_blocks / account.num_blocks
+        part = _copy(account)
+        part.num_blocks = upper.num_blocks
+        account.num_blocks = lower.num_blocks
+        account.start = part.start + upper.num_blocks * self.block_size
+        for name in ("saved_s", "active_block_s", "retained_block_s"):
+            value = getattr(account, name)
+            setattr(part, name, value * share)
+            setattr(account, name, value - value * share)
+        part.hit_tokens = min(account.hit_tokens, round(account.hit_tokens * share))
+        account.hit_tokens -= part.hit_tokens
+        part.num_evicted_blocks = 0  # they were its tail's
+        self._prefixes[upper.id] = part
+
+    def merged(self, upper_id: int, lower: Node, now: float) -> None:
+        """Join two accounts as their nodes were joined."""
+        upper, account = self._prefixes.pop(upper_id), self._prefixes[lower.id]
+        upper.settle(now)
+        account.settle(now)
+        account.start = upper.start
+        account.num_blocks += upper.num_blocks
+        _sum_into(account, upper)
+
+    def dropping(
+        self, node: Node, num_kept: int, *, is_eviction: bool, now: float
+    ) -> None:
+        """Book that a node is about to lose all but its first `num_kept` blocks.
+
+        `is_eviction`: to make room, and not because they must not be used any more.
+        """
+        num_dropped = node.num_blocks - num_kept
+        name = account_of(node.domain, node.owner)
+        self._move(name, now, cached=-num_dropped)
+        account = self._prefixes[node.id]
+        account.settle(now)
+        if is_eviction:
+            account.num_evicted_blocks += num_dropped
+            self._accounts[name].num_evicted_blocks += num_dropped
+        tokens = b"".join([step.edge for step in node.path()])
+        last = len(tokens) // TOKEN_BYTES // self.block_size
+        namespace = node.root().namespace
+        self._history.left(
+            namespace, node.domain, tokens, last - num_dropped, last, now
+        )
+        if num_kept == 0:
+            del self._prefixes[node.id]
+            _add(self._closed, *self._closing(node, account))
+        account.num_blocks = num_kept
+
+    # Private
+
+    def _credit(
+        self,
+        entry: LedgerEntry,
+        path: list[Node],
+        copied: tuple[Node, int] | None,
+        start: int,
+        limit: int,
+    ) -> int:
+        """Credit the nodes for tokens `[start, …)` of the prompt; return up to where.
+
+        At most `limit` tokens: a resumed request may find its own output as well.
+        """
+        found = [(node, node.num_blocks * self.block_size, False) for node in path]
+        if copied is not None:
+            found.append((copied[0], copied[1], True))
+        position = 0
+        for node, num_tokens, is_copied in found:
+            low, high = max(position, start), min(position + num_tokens, limit)
+            position += num_tokens
+            if low >= high:
+                continue
+            seconds = self.cost.prefill_seconds(low, high)
+            account = self._prefixes[node.id]
+            account.num_hits += 1
+            account.hit_tokens += high - low
+            account.saved_s += seconds
+            entry.saved_s += seconds
+            entry.num_reused_tokens += high - low
+            if is_copied:
+                entry.num_copied_tokens += high - low
+            else:
+                entry.num_reused_blocks += (high - low) // self.block_size
+            # Of a public run too: who brought it in, not whose account it is on.
+            entry.writers[node.owner] = entry.writers.get(node.owner, 0) + high - low
+            self._num_credited += high - low
+            self._credited_s += seconds
+        return max(start, min(position, limit))
+
+    def _explain(
+        self,
+        entry: LedgerEntry,
+        prompt: bytes,
+        reused: int,
+        num_awaitable: int,
+        now: float,
+    ) -> None:
+        """Find a reason for each token of the prompt behind the reused ones."""
+        size = self.block_size
+        num_prompt = entry.num_prompt_tokens
+        misses: list[Miss] = []
+        regrets: list[Regret] = []
+        # Of a prompt of whole blocks the last token is computed in any case, and with
+        # it its block, unless the leading tokens of that are copied.
+        whole_end = (num_prompt - 1) // size * size
+        position = reused
+        awaitable = min(num_awaitable, whole_end)
+        if position < awaitable:
+            misses.append(Miss(position, awaitable, MissReason.NOT_YET_COMPUTED))
+            position = awaitable
+        if position < whole_end:
+            assert entry.namespace is not None, "what has no namespace is not explained"
+            first = position // size
+            runs = self._history.past(
+                entry.namespace, entry.domain, prompt, first, whole_end // size
+            )
+            end = first * size
+            for run in runs:
+                start, end = max(position, end), end + run.num_blocks * size
+                if start >= end:
+                    continue
+                past = run.past
+                names: tuple[str, ...] = ()
+                if past.left_s is not None:
+                    reason = MissReason.EVICTED
+                    if math.isfinite(past.left_s):
+                        regrets.append(Regret(end - start, now - past.left_s))
+                elif past.is_other_domain:
+                    reason = MissReason.OTHER_DOMAIN
+                elif past.other_namespace is not None:
+                    reason = MissReason.IDENTITY_DIFFERS
+                    names = self._differing(entry.namespace, past.other_namespace)
+                else:
+                    reason = MissReason.NEVER_SEEN
+                misses.append(Miss(start, end, reason, names))
+        tail = max(reused, whole_end)
+        if tail < num_prompt:
+            misses.append(Miss(tail, num_prompt, MissReason.BELOW_BLOCK))
+        entry.misses = misses
+        entry.regrets = tuple(regrets)
+
+    def _differing(self, one: bytes, other: bytes) -> tuple[str, ...]:
+        left, right = self._identities.get(one), self._identities.get(other)
+        if left is None or right is None:
+            return ()
+        return tuple(
+            f.name
+            for f in fields(ComputeIdentity)
+            if getattr(left, f.name) != getattr(right, f.name)
+        )
+
+    def _end_stall(self, request_id: str, entry: LedgerEntry, now: float) -> None:
+        since = self._stalled.pop(request_id, None)
+        if since is not None:
+            entry.stall_s += now - since
+            self._account(entry.tenant, now).stall_s += now - since
+
+    def _account(self, name: str, now: float) -> Account:
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account(since_s=now)
+        return account
+
+    def _move(self, name: str, now: float, *, active: int = 0, cached: int = 0) -> None:
+        account = self._account(name, now)
+        account.settle(now)
+        account.num_active_blocks += active
+        account.num_cached_blocks += cached
+
+    def _change(self, node: Node, now: float, *, is_pinned: bool) -> None:
+        account = self._prefixes[node.id]
+        account.settle(now)
+        account.is_pinned = is_pinned
+        num_blocks = node.num_blocks if is_pinned else -node.num_blocks
+        name = account_of(node.domain, node.owner)
+        self._move(name, now, active=num_blocks, cached=-num_blocks)
+
+    def _closing(
+        self, node: Node, account: PrefixAccount
+    ) -> tuple[bytes, PrefixAccount]:
+        """Return the digest under which a node's account is kept, and the account."""
+        tokens = b"".join([step.edge for step in node.path()])
+        account.end = len(tokens) // TOKEN_BYTES
+        place = (node.root().namespace, node.domain.kind.value, node.domain.name)
+        digest = hashlib.sha256(repr(place).encode())
+        digest.update(tokens)
+        return digest.digest(), account
+
+
+def account_of(domain: Domain, owner: str) -> str:
+    """Return whose account a block is on: nobody's in particular if it is public."""
+    return PUBLIC_ACCOUNT if domain == PUBLIC else owner
+
+
+def _copy(account: Any) -> Any:
+    return type(account)(**{f.name: getattr(account, f.name) for f in fields(account)})
+
+
+def _sum_into(account: PrefixAccount, other: PrefixAccount) -> None:
+    account.num_hits = max(account.num_hits, other.num_hits)
+    account.hit_tokens += other.hit_tokens
+    account.saved_s += other.saved_s
+    account.active_block_s += other.active_block_s
+    account.retained_block_s += other.retained_block_s
+    account.num_evicted_blocks += other.num_evicted_blocks
+
+
+def _add(
+    accounts: dict[bytes, PrefixAccount], digest: bytes, account: PrefixAccount
+) -> None:
+    """Put an account on the books, adding to what is there of the same prefix."""
+    present = accounts.get(digest)
+    if present is None:
+        accounts[digest] = account
+        return
+    num_hits = present.num_hits + account.num_hits
+    _sum_into(present, account)
+    present.num_hits = num_hits
+    present.start = min(present.start, account.start)
+
+
+def _without(misses: list[Miss], start: int, end: int) -> list[Miss]:
+    """Return the misses less tokens `[start, end)`, which were found after all."""
+    kept = []
+    for miss in misses:
+        for low, high in (
+            (miss.start, min(miss.end, start)),
+            (max(miss.start, end), miss.end),
+        ):
+            if low < high:
+                kept.append(Miss(low, high, miss.reason, miss.differing_fields))
+    return kept
+
+
+def _first(misses: list[Miss], num_tokens: int) -> list[Miss]:
+    """Return the leading `num_tokens` tokens of the misses."""
+    kept = []
+    for miss in misses:
+        taken = min(miss.end - miss.start, num_tokens)
+        if taken <= 0:
+            break
+        kept.append(
+            Miss(miss.start, miss.start + taken, miss.reason, miss.differing_fields)
+        )
+        num_tokens -= taken
+    return kept
