@@ -28,6 +28,7 @@ class StepShape:
     num_prefill_tokens: int = 0
     num_prefill_pairs: int = 0
     num_prefills: int = 0  # requests with a prefill chunk
+    num_prefill_context: int = 0  # sum of the ends of these chunks
     num_decodes: int = 0  # requests with a decode chunk, one token each
     num_decode_context: int = 0  # sum of their contexts, the new token included
     num_copied_tokens: int = 0  # block copies that run first
@@ -40,6 +41,7 @@ class StepShape:
             return
         length = end - start
         self.num_prefills += 1
+        self.num_prefill_context += end
         self.num_prefill_tokens += length
         self.num_prefill_pairs += length * start + length * (length + 1) // 2
 
@@ -154,7 +156,7 @@ class RooflineCost:
         num_bytes = (
             self.step_weight_bytes(num_tokens)
             + read_bytes_per_token
-            * (shape.num_decode_context + _prefill_context(shape))
+            * (shape.num_decode_context + shape.num_prefill_context)
             # Written; and copies, read and written.
             + self.bytes_per_token * (num_tokens + 2 * shape.num_copied_tokens)
         )
@@ -270,19 +272,6 @@ def _num_pairs(start: int, end: int) -> int:
     An integer, so that chunks add up to the whole without rounding.
     """
     return (end * (end + 1) - start * (start + 1)) // 2
-
-
-def _prefill_context(shape: StepShape) -> float:
-    """Return the sum of the ends of all prefill chunks, of which KV is read once.
-
-    Exact for one chunk and for equal chunks; of unequal ones only sums are known.
-    """
-    if not shape.num_prefill_tokens:
-        return 0.0
-    # One chunk of n tokens behind a: n a + n (n + 1) / 2 pairs, and it ends at a + n.
-    mean_length = shape.num_prefill_tokens / shape.num_prefills
-    mean_end = shape.num_prefill_pairs / shape.num_prefill_tokens
-    return shape.num_prefills * (mean_end + (mean_length - 1) / 2)
 
 
 def _check_positive(cost: object, *names: str) -> None:

@@ -88,6 +88,9 @@ class Scheduler:
         self._wakes: list[tuple[int, tuple[float, int, int], _Coast]] = []
         self._coasting_context = 0  # sum of contexts in the next step
         self._num_committed = 0
+        # The state in which admission last found that the next one has no place or no
+        # memory: while it lasts, asking again gives the same.
+        self._blocked_at: tuple[int, int, int, int] | None = None
         # Samples in flight by the id that was asked for, which they all keep taken.
         self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
@@ -115,6 +118,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is in flight."""
         return bool(self._requests)
+
+    @property
+    def num_coasting(self) -> int:
+        """Running requests that coast."""
+        return len(self._coasts)
+
+    @property
+    def num_coasting_context(self) -> int:
+        """Sum of their contexts in the next step, the new tokens included."""
+        return self._coasting_context
 
     @property
     def pending(self) -> StepPlan | None:
@@ -259,6 +272,7 @@ class Scheduler:
                 f"it in flight, of {self._num_fences} fences"
             )
         self._open_epoch = max(self._open_epoch, epoch)
+        self._blocked_at = None
 
     def retire(self, namespace: bytes, now: float) -> int:
         """Fence a namespace in the cache, for requests in flight as well.
@@ -283,7 +297,7 @@ class Scheduler:
             )
         while self._wakes and self._wakes[0][0] <= self._num_plans:
             coast = heappop(self._wakes)[2]
-            if self._coasts.get(coast.request.request_id) is coast:
+            if self._is_live(coast):
                 self._wake(coast.request)
         step = _Step(self.config.token_budget - len(self._coasts))
         stepping = tuple(self._stepping)
@@ -380,6 +394,47 @@ class Scheduler:
             self._abort(request, reason, now)
         return self.take_events()
 
+    @property
+    def num_quiet_steps(self) -> int:
+        """For how many steps from now on nothing happens but coasting.
+
+        0 if anybody runs without coasting, or waits and might be admitted.
+        """
+        if self._stepping or self._pending is not None:
+            return 0
+        if len(self._order) and (
+            self._blocked_at is None or self._blocked_at != self._admission_state()
+        ):
+            return 0
+        while self._wakes and not self._is_live(self._wakes[0][2]):
+            heappop(self._wakes)
+        return self._wakes[0][0] - self._num_plans if self._wakes else 0
+
+    def _admission_state(self) -> tuple[int, int, int, int] | None:
+        """What admission depends on besides time; `None` if it depends on that too."""
+        if not self._order.is_timeless:
+            return None
+        cache = self.cache
+        return (
+            self._num_added,
+            len(self._order),
+            cache.num_available_blocks,
+            cache.tree.num_nodes,
+        )
+
+    def skip(self, num_steps: int) -> None:
+        """Schedule and commit so many of the quiet steps at once.
+
+        The driver knows what they are: one token for each request that coasts.
+        """
+        if not 0 < num_steps <= self.num_quiet_steps:
+            raise InvariantError(
+                f"skip of {num_steps} steps, {self.num_quiet_steps} are quiet"
+            )
+        self._num_plans += num_steps
+        self._num_committed += num_steps
+        self._coasting_context += num_steps * len(self._coasts)
+
     def take_events(self) -> tuple[Event, ...]:
         """Return and forget what happened since the last call."""
         events = tuple(self._events)
@@ -466,12 +521,14 @@ class Scheduler:
     # Admission
 
     def _admit(self, step: _Step, now: float) -> None:
+        self._blocked_at = None
         for request in self._order.candidates(now):
             if step.budget == 0 or step.has_preempted:
                 return
             if request.epoch > self._open_epoch:
                 continue  # what it shall run on is not in place yet
             if self._num_places + _num_places(request) > self.config.max_num_running:
+                self._blocked_at = self._admission_state()
                 return
             if self._awaits_prefix(request, now):
                 continue
@@ -486,6 +543,7 @@ class Scheduler:
             )
             if lease is None:
                 self._book_stall(request, now)
+                self._blocked_at = self._admission_state()
                 return  # no overtaking: small requests must not starve a large one
             self._start(request, lease, step, now)
             self._schedule_chunk(request, step, now)
@@ -745,6 +803,10 @@ class Scheduler:
         self._num_places += num_places
         insort(self._running, request, key=_order_key)
         insort(self._stepping, request, key=_order_key)
+
+    def _is_live(self, coast: _Coast) -> bool:
+        """Whether its request still coasts on it; it may have been woken early."""
+        return self._coasts.get(coast.request.request_id) is coast
 
     def _wake(self, request: Request) -> None:
         """End a request's coasting and bring it up to date; nothing if it does not."""

@@ -191,13 +191,14 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """One step, for a timeline."""
+    """One step, for a timeline, or a stretch of steps that only decode."""
 
     replica: int
     start_s: float
     end_s: float
     num_prefill_tokens: int
-    num_decodes: int
+    num_decodes: int  # in each of the steps
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

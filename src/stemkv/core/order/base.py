@@ -16,6 +16,10 @@ __all__ = ["AdmissionOrder"]
 class AdmissionOrder(Protocol):
     """Holds the waiting and preempted requests."""
 
+    @property
+    def is_timeless(self) -> bool:
+        """Whether `candidates` does not depend on `now`."""
+
     def add(self, request: Request) -> None:
         """Take a request that waits, new or preempted."""
 

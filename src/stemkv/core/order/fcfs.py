@@ -21,6 +21,11 @@ class Fcfs:
         self._waiting: list[Request] = []
         self._keys: dict[RequestId, tuple[float, int, int]] = {}
 
+    @property
+    def is_timeless(self) -> bool:
+        """Arrivals do not change while requests wait."""
+        return True
+
     def add(self, request: Request) -> None:
         """Insert by arrival."""
         self._keys[request.request_id] = request.order_key

@@ -1,0 +1,655 @@
+"""The step log: every call on the core of one run, with what was planned and when.
+
+Owns the records and their form on disk. Knows neither who made the calls (a recorder
+beside the engine) nor how to repeat them (see `sim.agreement`).
+
+The form is JSON lines: a header, then one record a line in the order of the calls, so
+that making the same calls again makes the same decisions. Times are seconds on the
+driver's clock. **A step log contains the token ids of every prompt and every output**,
+as base64 of int32 little-endian: whoever may not read the prompts may not read it.
+
+Virtual ids of media are read back as spans of as many positions with a digest of their
+own, because the content's digest cannot be had from its ids. Prefixes are equal after
+that exactly where they were before.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, TextIO
+
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.identity import Domain, DomainKind
+from stemkv.core.plan import Sample, StepPlan
+from stemkv.core.request import FinishReason, RequestId, RequestSpec
+from stemkv.core.scheduler import Scheduler
+from stemkv.core.table import BlockCopy
+from stemkv.core.tokens import TOKEN_BYTES, Span, TokenIds
+from stemkv.errors import InvariantError, StemKVError, StepLogError
+
+__all__ = [
+    "Abandoned",
+    "Added",
+    "Call",
+    "Cancelled",
+    "Committed",
+    "CoreState",
+    "CutOff",
+    "Declared",
+    "FenceLifted",
+    "Fenced",
+    "NamespaceReset",
+    "NamespaceRetired",
+    "PlanRecord",
+    "PlannedChunk",
+    "Planned",
+    "Restarted",
+    "StepLog",
+    "StepLogHeader",
+    "StepLogWriter",
+    "read_step_log",
+]
+
+_SCHEMA: Final = "stemkv.steplog/1"
+_CONTENT: Final = "token ids of prompts and outputs"
+_SPAN_START: Final = 1 << 30  # bit of ~id at the first position of a span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLogHeader:
+    """What the core was made of."""
+
+    model: str  # for people
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    eviction: str  # "lru"
+    order: str  # "fcfs"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """One chunk of a plan, and how much its request has reused until then."""
+
+    request_id: RequestId
+    start: int
+    end: int
+    num_samples: int
+    num_reused: int  # prompt tokens of the request that were in the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A plan without tokens, which follow from the calls, and with a digest of tables."""
+
+    step: int
+    now: float
+    copies: tuple[BlockCopy, ...]
+    chunks: tuple[PlannedChunk, ...]
+    digest: str  # hex, over ids and block ids of all chunks, in order
+
+    @classmethod
+    def of(cls, plan: StepPlan, scheduler: Scheduler) -> PlanRecord:
+        """Return the record of a plan that is pending in `scheduler`."""
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk in plan.chunks:
+            for part in (
+                chunk.request_id.encode("utf-8", "surrogatepass"),
+                _little_endian(chunk.block_ids),
+            ):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return cls(
+            step=plan.step,
+            now=plan.now,
+            copies=plan.copies,
+            chunks=tuple(
+                PlannedChunk(
+                    chunk.request_id,
+                    chunk.start,
+                    chunk.end,
+                    chunk.num_samples,
+                    _num_reused(scheduler, chunk.request_id),
+                )
+                for chunk in plan.chunks
+            ),
+            digest=digest.hexdigest(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreState:
+    """Counts of the core after a step."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_active_blocks: int
+    num_cached_blocks: int
+    num_evicted_blocks: int  # since the start, like the next
+    num_published_blocks: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> CoreState:
+        """Return the counts as they are now."""
+        usage = scheduler.cache.usage()
+        return cls(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=usage.num_free_blocks,
+            num_active_blocks=usage.num_active_blocks,
+            num_cached_blocks=usage.num_cached_blocks,
+            num_evicted_blocks=usage.num_evicted_blocks,
+            num_published_blocks=usage.num_published_blocks,
+        )
+
+
+# The calls, each by what it did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A prefix was declared public."""
+
+    namespace: bytes
+    prefix: TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """A request was queued."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """A request was told to end."""
+
+    now: float
+    request_id: RequestId
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """A request began again."""
+
+    now: float
+    request_id: RequestId
+    namespace: bytes | None
+    adapter: str | None
+    domain: Domain | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOff:
+    """A request shares nothing any more."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """Requests added from here on wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceLifted:
+    """The requests of an epoch may start."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRetired:
+    """A namespace ended, for requests in flight too."""
+
+    now: float
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceReset:
+    """What a namespace had cached was given up; requests go on in it."""
+
+    now: float
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A step was scheduled."""
+
+    plan: PlanRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The step planned last was executed."""
+
+    now: float
+    samples: Mapping[RequestId, tuple[Sample, ...]]
+    state: CoreState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """The step planned last failed."""
+
+    now: float
+    state: CoreState
+
+
+Call = (
+    Declared
+    | Added
+    | Cancelled
+    | Restarted
+    | CutOff
+    | Fenced
+    | FenceLifted
+    | NamespaceRetired
+    | NamespaceReset
+    | Planned
+    | Committed
+    | Abandoned
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """A log that was read."""
+
+    header: StepLogHeader
+    calls: tuple[Call, ...]
+
+    @property
+    def specs(self) -> tuple[RequestSpec, ...]:
+        """All requests, in the order they were added."""
+        return tuple(call.spec for call in self.calls if isinstance(call, Added))
+
+    def steps(self) -> tuple[tuple[PlanRecord, Committed], ...]:
+        """Return every committed step: its plan and what came of it."""
+        found: list[tuple[PlanRecord, Committed]] = []
+        plan: PlanRecord | None = None
+        for call in self.calls:
+            if isinstance(call, Planned):
+                plan = call.plan
+            elif isinstance(call, Committed) and plan is not None:
+                found.append((plan, call))
+        return tuple(found)
+
+
+class StepLogWriter:
+    """Writes a log to a text file that somebody else opened and will close."""
+
+    def __init__(self, file: TextIO, header: StepLogHeader) -> None:
+        self._file = file
+        self._write({"schema": _SCHEMA, "contains": _CONTENT, **_HEADER.encode(header)})
+
+    def write(self, call: Call) -> None:
+        """Append one call."""
+        kind = _KIND_OF[type(call)]
+        self._write({"kind": kind, **_FORMS[kind].encode(call)})
+
+    def _write(self, document: dict[str, Any]) -> None:
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+        self._file.write(text + "\n")
+
+
+def read_step_log(lines: Iterable[str], *, file: str) -> StepLog:
+    """Read a log; `file` is what messages call it.
+
+    Raises `StepLogError` naming file, line and field at the first line that is not
+    what a writer writes. A last line that was cut short is such a line.
+    """
+    numbered = enumerate(lines, start=1)
+    first = next(numbered, None)
+    if first is None:
+        raise StepLogError(f"{file}: empty; a step log begins with a header")
+    header = _read_header(_parse(first[1], file, 1), f"{file}:1")
+    calls: list[Call] = []
+    is_pending = False
+    for number, line in numbered:
+        document = _parse(line, file, number)
+        kind = document.pop("kind", None)
+        where = f"{file}:{number}"
+        if not isinstance(kind, str) or kind not in _FORMS:
+            known = ", ".join(_FORMS)
+            raise StepLogError(f"{where}: kind: must be one of {known}, got {kind!r}")
+        call = _decoded(_FORMS[kind], document, where)
+        if isinstance(call, Planned | Committed | Abandoned):
+            if is_pending == isinstance(call, Planned):
+                expected = "its commit" if is_pending else "a plan"
+                raise StepLogError(f"{where}: kind: {expected} must come before {kind}")
+            is_pending = not is_pending
+        calls.append(call)
+    return StepLog(header=header, calls=tuple(calls))
+
+
+def _num_reused(scheduler: Scheduler, request_id: RequestId) -> int:
+    request = scheduler.request(request_id)
+    if request is None:
+        raise InvariantError(f"request {request_id} is planned but not in flight")
+    return request.counts.reused
+
+
+# The form of each record
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How one value is written and read; `decode` raises `ValueError`."""
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+class _BadField(ValueError):
+    """What is wrong with a field, and which one it is."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A record: what to make of its fields."""
+
+    make: Callable[..., Any]
+    codecs: dict[str, _Codec]
+
+    def encode(self, value: Any) -> dict[str, Any]:
+        return {n: c.encode(getattr(value, n)) for n, c in self.codecs.items()}
+
+    def decode(self, document: Any) -> Any:
+        if not isinstance(document, dict):
+            raise _BadField("", f"must be an object, got {document!r:.60}")
+        for name in sorted(document.keys() ^ self.codecs.keys()):
+            problem = "missing" if name in self.codecs else f"not a field of {_SCHEMA}"
+            raise _BadField(name, problem)
+        values = {}
+        for name, codec in self.codecs.items():
+            try:
+                values[name] = codec.decode(document[name])
+            except _BadField as error:  # of a record within
+                path = f"{name}.{error.path}" if error.path else name
+                raise _BadField(path, error.problem) from None
+            except (ValueError, StemKVError) as error:
+                raise _BadField(name, f"{error}, got {document[name]!r:.60}") from None
+        try:
+            return self.make(**values)
+        except StemKVError as error:
+            raise _BadField("", str(error)) from None
+
+    def codec(self) -> _Codec:
+        """Return the codec of such a record inside another."""
+        return _Codec(self.encode, self.decode)
+
+
+def _parse(line: str, file: str, number: int) -> dict[str, Any]:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StepLogError(f"{file}:{number}: not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise StepLogError(f"{file}:{number}: must be an object, got {line!r:.40}")
+    return document
+
+
+def _read_header(document: dict[str, Any], where: str) -> StepLogHeader:
+    schema = document.pop("schema", None)
+    if schema != _SCHEMA:
+        raise StepLogError(
+            f"{where}: schema: must be {_SCHEMA!r}, got {schema!r:.60}; record the log "
+            f"with this version"
+        )
+    document.pop("contains", None)
+    header: StepLogHeader = _decoded(_HEADER, document, where)
+    return header
+
+
+def _decoded(form: _Form, document: dict[str, Any], where: str) -> Any:
+    try:
+        return form.decode(document)
+    except _BadField as error:
+        raise StepLogError(f"{where}: {error}") from None
+
+
+def _typed(kind: type, what: str) -> _Codec:
+    def decode(value: Any) -> Any:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"must be {what}")
+        return value
+
+    return _Codec(lambda value: value, decode)
+
+
+def _optional(codec: _Codec) -> _Codec:
+    return _Codec(
+        lambda value: None if value is None else codec.encode(value),
+        lambda value: None if value is None else codec.decode(value),
+    )
+
+
+def _list_of(codec: _Codec) -> _Codec:
+    def decode(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise ValueError("must be a list")
+        return tuple(codec.decode(item) for item in value)
+
+    return _Codec(lambda value: [codec.encode(item) for item in value], decode)
+
+
+def _row(make: Callable[..., Any], *columns: tuple[str, _Codec]) -> _Codec:
+    """A value written as the list of its fields, for those that come in thousands."""
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(columns):
+            names = ", ".join(name for name, _ in columns)
+            raise ValueError(f"must be a list of {names}")
+        pairs = zip(columns, value, strict=True)
+        return make(*(codec.decode(item) for (_, codec), item in pairs))
+
+    def encode(value: Any) -> Any:
+        return [codec.encode(getattr(value, name)) for name, codec in columns]
+
+    return _Codec(encode, decode)
+
+
+def _decode_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number of seconds")
+    if not math.isfinite(value):
+        raise ValueError("must be finite")
+    return float(value)
+
+
+def _decode_count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("must be an integer of at least 0")
+    return value
+
+
+def _decode_hex(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError("must be hexadecimal text")
+    return bytes.fromhex(value)
+
+
+def _encode_tokens(value: TokenIds) -> str:
+    return base64.b64encode(value.buffer).decode("ascii")
+
+
+def _decode_tokens(value: Any) -> TokenIds:
+    if not isinstance(value, str):
+        raise ValueError("must be base64 of int32 token ids")
+    try:
+        data = base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"must be base64 of int32 token ids ({error})") from None
+    if len(data) % TOKEN_BYTES or data[3::TOKEN_BYTES].isascii():
+        return TokenIds(data)  # text only; or it says what is wrong
+    return TokenIds.from_parts(_parts(data))
+
+
+def _parts(data: bytes) -> Iterable[TokenIds | Span]:
+    """Cut a buffer with virtual ids into runs of text and spans."""
+    ids = array("i", data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        is_inside = end < len(ids) and (ids[end] < 0) == (ids[start] < 0)
+        if is_inside and not (ids[end] < 0 and ~ids[end] & _SPAN_START):
+            continue
+        run = data[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        if ids[start] < 0:
+            yield Span(digest=hashlib.sha256(run).digest(), num_tokens=end - start)
+        else:
+            yield TokenIds(run)
+        start = end
+
+
+def _decode_domain(value: Any) -> Domain:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("must be a list of kind and name")
+    return Domain(DomainKind(value[0]), value[1])
+
+
+def _decode_samples(value: Any) -> dict[RequestId, tuple[Sample, ...]]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from request id to samples")
+    return {RequestId(name): _SAMPLES.decode(rows) for name, rows in value.items()}
+
+
+def _little_endian(ids: memoryview) -> bytes:
+    if sys.byteorder == "little":
+        return ids.tobytes()
+    swapped = array("i", ids)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+_TEXT = _typed(str, "text")
+_INTEGER = _typed(int, "an integer")
+_COUNT = _Codec(lambda value: value, _decode_count)
+_SECONDS = _Codec(lambda value: value, _decode_seconds)
+_HEX = _Codec(lambda value: value.hex(), _decode_hex)
+_TOKENS = _Codec(_encode_tokens, _decode_tokens)
+_DOMAIN = _Codec(lambda value: [value.kind.value, value.name], _decode_domain)
+_REASON = _Codec(lambda value: value.value, FinishReason)
+_SAMPLES = _list_of(_row(Sample, ("token", _INTEGER), ("stop", _optional(_REASON))))
+_NOW_AND_NAMESPACE = {"now": _SECONDS, "namespace": _HEX}
+
+_CACHE = _Form(CacheConfig, {f.name: _COUNT for f in fields(CacheConfig)})
+_SCHEDULER = _Form(
+    SchedulerConfig,
+    {
+        "token_budget": _COUNT,
+        "max_num_running": _COUNT,
+        "max_request_tokens": _optional(_COUNT),
+        "max_steps_awaiting": _COUNT,
+        "watermark": _SECONDS,
+    },
+)
+_HEADER = _Form(
+    StepLogHeader,
+    {
+        "model": _TEXT,
+        "cache": _CACHE.codec(),
+        "scheduler": _SCHEDULER.codec(),
+        "eviction": _TEXT,
+        "order": _TEXT,
+    },
+)
+_SPEC = _Form(
+    RequestSpec,
+    {
+        "request_id": _TEXT,
+        "prompt": _TOKENS,
+        "max_new_tokens": _COUNT,
+        "arrival_s": _SECONDS,
+        "domain": _DOMAIN,
+        "namespace": _optional(_HEX),
+        "num_samples": _COUNT,
+        "adapter": _optional(_TEXT),
+        "start_position": _COUNT,
+        "tenant": _optional(_TEXT),
+    },
+)
+_PLAN = _Form(
+    PlanRecord,
+    {
+        "step": _COUNT,
+        "now": _SECONDS,
+        "copies": _list_of(
+            _row(
+                BlockCopy,
+                ("source", _COUNT),
+                ("target", _COUNT),
+                ("num_tokens", _COUNT),
+            )
+        ),
+        "chunks": _list_of(
+            _row(
+                PlannedChunk,
+                ("request_id", _TEXT),
+                ("start", _COUNT),
+                ("end", _COUNT),
+                ("num_samples", _COUNT),
+                ("num_reused", _COUNT),
+            )
+        ),
+        "digest": _TEXT,
+    },
+)
+_STATE = _Form(CoreState, {f.name: _COUNT for f in fields(CoreState)})
+_FORMS: Final[dict[str, _Form]] = {
+    "declare": _Form(Declared, {"namespace": _HEX, "prefix": _TOKENS}),
+    "add": _Form(Added, {"spec": _SPEC.codec()}),
+    "cancel": _Form(
+        Cancelled, {"now": _SECONDS, "request_id": _TEXT, "reason": _REASON}
+    ),
+    "restart": _Form(
+        Restarted,
+        {
+            "now": _SECONDS,
+            "request_id": _TEXT,
+            "namespace": _optional(_HEX),
+            "adapter": _optional(_TEXT),
+            "domain": _optional(_DOMAIN),
+        },
+    ),
+    "cut_off": _Form(CutOff, {"request_id": _TEXT}),
+    "fence": _Form(Fenced, {}),
+    "lift_fence": _Form(FenceLifted, {"epoch": _COUNT}),
+    "retire": _Form(NamespaceRetired, _NOW_AND_NAMESPACE),
+    "reset": _Form(NamespaceReset, _NOW_AND_NAMESPACE),
+    "plan": _Form(Planned, {"plan": _PLAN.codec()}),
+    "commit": _Form(
+        Committed,
+        {
+            "now": _SECONDS,
+            "samples": _Codec(
+                lambda value: {k: _SAMPLES.encode(v) for k, v in value.items()},
+                _decode_samples,
+            ),
+            "state": _STATE.codec(),
+        },
+    ),
+    "abandon": _Form(Abandoned, {"now": _SECONDS, "state": _STATE.codec()}),
+}
+_KIND_OF: Final[dict[type, str]] = {
+    form.make: kind for kind, form in _FORMS.items() if isinstance(form.make, type)
+}

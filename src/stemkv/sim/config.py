@@ -1,0 +1,72 @@
+"""What a replay is told: a deployment, its policies and a load.
+
+Owns the settings and their checks. Defaults are those of a large GPU with a mid-sized
+model; a sweep makes many of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.errors import ConfigError
+from stemkv.sim.arrivals import LoadConfig
+from stemkv.sim.policies import eviction_named, order_named
+from stemkv.sim.sharing import SharingRule
+
+__all__ = ["ROUTINGS", "ReplayConfig"]
+
+ROUTINGS = ("round_robin", "session", "prefix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """A deployment and a load."""
+
+    num_blocks: int  # of one replica
+    block_size: int = 16  # tokens
+    token_budget: int = 8192
+    max_num_running: int = 256
+    max_request_tokens: int | None = None
+    max_steps_awaiting: int = 256
+    watermark: float = 0.01
+    num_replicas: int = 1
+    # round_robin by arrival; session: a session (else a tenant) stays on one replica;
+    # prefix: where most of the prompt is cached, of equals where fewest are in flight.
+    routing: str = "round_robin"
+    eviction: str = "lru"
+    order: str = "fcfs"
+    sharing: SharingRule = field(default_factory=SharingRule)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTINGS:
+            raise ConfigError(
+                f"routing must be one of {', '.join(ROUTINGS)}, got "
+                f"{self.routing!r:.80}"
+            )
+        if self.num_replicas < 1:
+            raise ConfigError(
+                f"num_replicas must be at least 1, got {self.num_replicas}"
+            )
+        # Mistakes show here and not when the replay starts.
+        eviction_named(self.eviction)
+        order_named(self.order)
+        self.cache()
+        self.limits()
+
+    def cache(self) -> CacheConfig:
+        """Return the core's cache settings of one replica."""
+        return CacheConfig(num_blocks=self.num_blocks, block_size=self.block_size)
+
+    def limits(self) -> SchedulerConfig:
+        """Return the core's scheduler settings of one replica."""
+        return SchedulerConfig(
+            token_budget=self.token_budget,
+            max_num_running=self.max_num_running,
+            max_request_tokens=self.max_request_tokens,
+            max_steps_awaiting=self.max_steps_awaiting,
+            watermark=self.watermark,
+        )
