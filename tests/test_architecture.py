@@ -57,9 +57,12 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "tokenizers",
         "torch",
         "transformers",
+        "zeus",
     },
-    "sim": {"msgspec", "numpy", "zstandard"},
+    # tokenizers: only where a user names a tokenizer.json for his log's text.
+    "sim": {"msgspec", "numpy", "tokenizers", "zstandard"},
     "audit": {"numpy", "safetensors", "torch"},
+    "report": {"plotly", "pyarrow"},
     "integrations": {"ray", "torch", "vllm"},
     "cli": {"rich", "torch", "typer"},
 }
@@ -93,6 +96,10 @@ CORE_IGNORANCE: dict[str, set[str]] = {
     "sharing": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "blocks": {"*"},
     "config": {"*"},
+    "cost": {"*"},
+    "history": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
+    # It is told what happens and decides nothing.
+    "ledger": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "eviction": {"*"},  # policies see opaque ids, times and sizes
     "tree": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "table": {"blocks", "cache", "eviction", "order", "request", "scheduler"},

@@ -20,6 +20,8 @@ StemKVError
 │   ├── BrokenModel
 │   ├── UnsupportedModel
 │   └── BrokenAdapter
+├── StepLogError(ValueError)       a step log that is broken or cannot be repeated
+├── TraceError(ValueError)         a trace that cannot be read; knows file, line, field
 ├── NumericsError                  the running build cannot keep the promised bits
 └── InvariantError                 our fault: crash loudly, never swallow
     └── DoubleRelease
@@ -43,8 +45,10 @@ __all__ = [
     "PromptTooLong",
     "RequestError",
     "StemKVError",
+    "StepLogError",
     "StopInPrompt",
     "TokenOutOfRange",
+    "TraceError",
     "UnknownAdapter",
     "UnsupportedModel",
 ]
@@ -115,6 +119,27 @@ class UnsupportedModel(ModelError):
 
 class BrokenAdapter(ModelError):
     """An adapter's files are missing, damaged, or do not fit the model."""
+
+
+class StepLogError(StemKVError, ValueError):
+    """A step log is broken or cannot be repeated; names file, line and field."""
+
+
+class TraceError(StemKVError, ValueError):
+    """A trace, or one line of it, cannot be read.
+
+    `line` is 0 when the file as a whole is meant, `field` is "" when the line is.
+    """
+
+    def __init__(
+        self, message: str, *, file: str, line: int = 0, field: str = ""
+    ) -> None:
+        where = f"{file}:{line}" if line else file
+        super().__init__(": ".join(filter(None, [where, field, message])))
+        self.message = message
+        self.file = file
+        self.line = line
+        self.field = field
 
 
 class NumericsError(StemKVError):

@@ -190,3 +190,48 @@ def identity(
             trusts_digest_record=not recompute,
         )
         run_identity(model, options, json_file)
+
+
+@app.command()
+def calibrate(
+    model: ModelOption = None,
+    dtype: DtypeOption = "auto",
+    numerics: NumericsOption = "exact",
+    threads: ThreadsOption = None,
+    seed: Annotated[int, typer.Option(help="Of the requests and arrivals.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Of work to fit to; half as many to check it.")
+    ] = 45.0,
+    kv_tokens: Annotated[int, typer.Option(help="Tokens the cache can hold.")] = 16384,
+    watts: Annotated[
+        float, typer.Option(help="Assumed under load, where there is no meter.")
+    ] = 65.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the cost for `stemkv replay --cost`.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write JSON to this file; - is standard output."),
+    ] = None,
+) -> None:
+    """Fit a cost model to an engine's own steps; say how well it predicts others.
+
+    Example: stemkv calibrate --out cost.json && stemkv replay --cost cost.json TRACE
+    """
+    with errors_explained():
+        from stemkv.cli.calibrate import CalibrateOptions, run_calibrate
+        from stemkv.cli.loading import load_with_progress
+
+        console = Console(stderr=json_file == Path("-"))
+        options = CalibrateOptions(
+            numerics=numerics,
+            num_threads=threads,
+            seed=seed,
+            seconds=seconds,
+            kv_tokens=kv_tokens,
+            assumed_watts=watts,
+        )
+        loaded = load_with_progress(console, model, dtype)
+        is_equal = run_calibrate(console, loaded, options, out=out, json_file=json_file)
+    if not is_equal:
+        raise typer.Exit(1)

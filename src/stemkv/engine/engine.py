@@ -40,6 +40,7 @@ from stemkv.engine.linear import linear_places
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import Numerics, numerics_named
 from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
+from stemkv.engine.recorder import StepRecorder
 from stemkv.engine.rollout import InFlight, Rollouts
 from stemkv.engine.runner import ModelRunner, prepare_model
 from stemkv.engine.samples import Completion, LiveSample, LiveSamples
@@ -82,7 +83,7 @@ class Engine:
     Takes ownership of `loaded.model`: its linears are packed in place. `clock` gives
     seconds and must not go back; `on_logits(request id of the sample, output index,
     logits row)` sees every row that is sampled from, before it is, and `on_event`
-    every event of the core, in order.
+    every event of the core, in order. `recorder` writes a step log.
 
     Not safe for use by several threads at once. The two callbacks may ask, and
     `on_event` may add and cancel; changes of what is served are refused in them.
@@ -96,6 +97,7 @@ class Engine:
         clock: Callable[[], float] = monotonic,
         on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
         self.loaded = loaded
@@ -124,21 +126,7 @@ class Engine:
             check_layers(self._runner, loaded.vocab_size)
         self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
-        self.cache = PrefixCache(
-            CacheConfig(
-                num_blocks=self.kv.num_blocks, block_size=self.config.block_size
-            ),
-            Lru(),
-        )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                token_budget=self.config.token_budget,
-                max_num_running=self.config.max_num_running,
-                max_request_tokens=loaded.context_length,
-            ),
-            self.cache,
-            Fcfs(),
-        )
+        self.cache, self.scheduler = self._make_core(recorder)
         self._rollouts = Rollouts(self.scheduler)
         self._rechecks = Rechecks(
             self._runner,
@@ -825,6 +813,22 @@ class Engine:
             )
 
     # Private: making
+
+    def _make_core(
+        self, recorder: StepRecorder | None
+    ) -> tuple[PrefixCache, Scheduler]:
+        cache_config = CacheConfig(
+            num_blocks=self.kv.num_blocks, block_size=self.config.block_size
+        )
+        scheduler_config = SchedulerConfig(
+            token_budget=self.config.token_budget,
+            max_num_running=self.config.max_num_running,
+            max_request_tokens=self.loaded.context_length,
+        )
+        if recorder is not None:
+            return recorder.make_core(cache_config, Lru(), scheduler_config, Fcfs())
+        cache = PrefixCache(cache_config, Lru())
+        return cache, Scheduler(scheduler_config, cache, Fcfs())
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:
         return ModelRunner(

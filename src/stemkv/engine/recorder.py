@@ -1,0 +1,225 @@
+"""Writing a step log while an engine runs.
+
+Owns a cache and a scheduler that decide exactly as theirs do and write down what they
+are asked. An engine without a recorder has the plain ones, so recording costs nothing
+where it is off. Knows nothing of tensors; the form on disk is `measure.steplog`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from stemkv.core.cache import PrefixCache
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.events import Event
+from stemkv.core.eviction.base import EvictionPolicy
+from stemkv.core.identity import Domain
+from stemkv.core.order.base import AdmissionOrder
+from stemkv.core.plan import StepPlan, StepResult
+from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
+from stemkv.core.scheduler import Scheduler
+from stemkv.core.tokens import TokenIds
+from stemkv.errors import ConfigError
+from stemkv.measure.steplog import (
+    Abandoned,
+    Added,
+    Call,
+    Cancelled,
+    Committed,
+    CoreState,
+    CutOff,
+    Declared,
+    Fenced,
+    FenceLifted,
+    NamespaceReset,
+    NamespaceRetired,
+    Planned,
+    PlanRecord,
+    Restarted,
+    StepLogHeader,
+    StepLogWriter,
+)
+
+__all__ = ["StepRecorder"]
+
+_log = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Records one engine into a text file, which stays the caller's to close.
+
+    The file will hold the token ids of all prompts and outputs. Hand it to `Engine`
+    and to one engine only. If writing fails, the log ends there, `error` says why, and
+    the engine goes on.
+    """
+
+    def __init__(self, file: TextIO, *, model: str) -> None:
+        self.error: OSError | None = None
+        self._file = file
+        self._model = model
+        self._writer: StepLogWriter | None = None
+        self._is_used = False
+        self._is_nested = False  # inside a call that is written as a whole
+
+    def make_core(
+        self,
+        cache_config: CacheConfig,
+        eviction: EvictionPolicy,
+        scheduler_config: SchedulerConfig,
+        order: AdmissionOrder,
+    ) -> tuple[PrefixCache, Scheduler]:
+        """Return a recorded cache and scheduler; writes the header."""
+        if self._is_used:
+            raise ConfigError("a recorder records one engine; make another")
+        self._is_used = True
+        header = StepLogHeader(
+            model=self._model,
+            cache=cache_config,
+            scheduler=scheduler_config,
+            eviction=type(eviction).__name__.lower(),
+            order=type(order).__name__.lower(),
+        )
+        try:
+            self._writer = StepLogWriter(self._file, header)
+        except OSError as error:
+            self._give_up(error)
+        cache = _RecordedCache(cache_config, eviction, self)
+        return cache, _RecordedScheduler(scheduler_config, cache, order, self)
+
+    def write(self, call: Call) -> None:
+        """Append a call, unless it is part of one that is written as a whole."""
+        if self._writer is None or self._is_nested:
+            return
+        try:
+            self._writer.write(call)
+        except OSError as error:
+            self._give_up(error)
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Write nothing inside: what happens there follows from one call."""
+        self._is_nested = True
+        try:
+            yield
+        finally:
+            self._is_nested = False
+
+    def _give_up(self, error: OSError) -> None:
+        # Who only records must not stop the engine.
+        _log.exception("the step log ends here: it cannot be written")
+        self.error = error
+        self._writer = None
+
+
+class _RecordedCache(PrefixCache):
+    """Records what is asked of the cache itself, not through a scheduler."""
+
+    def __init__(
+        self, config: CacheConfig, policy: EvictionPolicy, recorder: StepRecorder
+    ) -> None:
+        super().__init__(config, policy)
+        self._recorder = recorder
+
+    def declare_public(self, namespace: bytes, prefix: TokenIds) -> int:
+        num_blocks = super().declare_public(namespace, prefix)
+        self._recorder.write(Declared(namespace=namespace, prefix=prefix))
+        return num_blocks
+
+    def retire(self, namespace: bytes, now: float) -> int:
+        num_remaining = super().retire(namespace, now)
+        self._recorder.write(NamespaceReset(now=now, namespace=namespace))
+        return num_remaining
+
+
+class _RecordedScheduler(Scheduler):
+    """Records every call that changes something, once it has succeeded."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        order: AdmissionOrder,
+        recorder: StepRecorder,
+    ) -> None:
+        super().__init__(config, cache, order)
+        self._recorder = recorder
+
+    def add(self, spec: RequestSpec) -> Request:
+        request = super().add(spec)
+        self._recorder.write(Added(spec=spec))
+        return request
+
+    def cancel(
+        self,
+        request_id: RequestId,
+        now: float,
+        *,
+        reason: FinishReason = FinishReason.CANCELLED,
+    ) -> bool:
+        is_ended = super().cancel(request_id, now, reason=reason)
+        if is_ended:
+            self._recorder.write(
+                Cancelled(now=now, request_id=request_id, reason=reason)
+            )
+        return is_ended
+
+    def restart(
+        self,
+        request_id: RequestId,
+        namespace: bytes | None,
+        adapter: str | None,
+        now: float,
+        *,
+        domain: Domain | None = None,
+    ) -> None:
+        super().restart(request_id, namespace, adapter, now, domain=domain)
+        self._recorder.write(
+            Restarted(
+                now=now,
+                request_id=request_id,
+                namespace=namespace,
+                adapter=adapter,
+                domain=domain,
+            )
+        )
+
+    def cut_off(self, request_id: RequestId) -> None:
+        super().cut_off(request_id)
+        self._recorder.write(CutOff(request_id=request_id))
+
+    def fence(self) -> int:
+        epoch = super().fence()
+        self._recorder.write(Fenced())
+        return epoch
+
+    def lift_fence(self, epoch: int) -> None:
+        super().lift_fence(epoch)
+        self._recorder.write(FenceLifted(epoch=epoch))
+
+    def retire(self, namespace: bytes, now: float) -> int:
+        with self._recorder.nested():
+            num_remaining = super().retire(namespace, now)
+        self._recorder.write(NamespaceRetired(now=now, namespace=namespace))
+        return num_remaining
+
+    def schedule(self, now: float) -> StepPlan:
+        plan = super().schedule(now)
+        self._recorder.write(Planned(plan=PlanRecord.of(plan, self)))
+        return plan
+
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float
+    ) -> tuple[Event, ...]:
+        events = super().commit(plan, result, now)
+        self._recorder.write(
+            Committed(now=now, samples=result.samples, state=CoreState.of(self))
+        )
+        return events
+
+    def abandon(self, plan: StepPlan, now: float) -> tuple[Event, ...]:
+        events = super().abandon(plan, now)
+        self._recorder.write(Abandoned(now=now, state=CoreState.of(self)))
+        return events

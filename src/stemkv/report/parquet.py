@@ -1,0 +1,80 @@
+"""The ledger of requests as a Parquet file, one row per request.
+
+Owns the columns and their types, which are the same for every run: `miss_<reason>` for
+every reason there is, zero where it does not occur.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stemkv.core.ledger import MissReason
+from stemkv.errors import ConfigError, InvariantError
+from stemkv.measure.results import RequestResult
+
+__all__ = ["SCHEMA_NAME", "write_requests"]
+
+SCHEMA_NAME = "stemkv.requests/1"  # in the file's metadata, under "schema"
+
+_REASONS = tuple(reason.value for reason in MissReason)
+
+
+def write_requests(results: Sequence[RequestResult], path: Path) -> None:
+    """Write the rows as one row group; equal rows give equal bytes."""
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(
+            "a Parquet file needs pyarrow; install: pip install 'stemkv[report]'"
+        ) from error
+    schema = _schema(pa)
+    columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+    for result in results:
+        for name, value in _row(result).items():
+            columns[name].append(value)
+    table = pa.Table.from_pydict(columns, schema=schema)
+    pq.write_table(table, path, row_group_size=max(1, len(results)), compression="zstd")
+
+
+def _schema(pa: Any) -> Any:
+    types = {
+        "str": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "tuple[str, ...]": pa.list_(pa.string()),
+    }
+    fields = []
+    for field in dataclasses.fields(RequestResult):
+        if field.name == "misses":
+            fields += [_counts(pa, reason) for reason in _REASONS]
+            continue
+        kind = str(field.type)  # annotations are text under `annotations`
+        is_optional = kind.endswith(" | None")
+        name = types[kind.removesuffix(" | None")]
+        fields.append(pa.field(field.name, name, nullable=is_optional))
+    return pa.schema(fields, metadata={"schema": SCHEMA_NAME})
+
+
+def _counts(pa: Any, reason: str) -> Any:
+    return pa.field(f"miss_{reason}", pa.int64(), nullable=False)
+
+
+def _row(result: RequestResult) -> dict[str, Any]:
+    strange = sorted(set(result.misses) - set(_REASONS))
+    if strange:
+        raise InvariantError(
+            f"request {result.request_id!r} missed tokens for {', '.join(strange)}, "
+            f"which is no reason of {', '.join(_REASONS)}; this is a defect of StemKV"
+        )
+    row: dict[str, Any] = {}
+    for field in dataclasses.fields(result):
+        if field.name == "misses":
+            row |= {f"miss_{r}": result.misses.get(r, 0) for r in _REASONS}
+        else:
+            row[field.name] = getattr(result, field.name)
+    row["differing_fields"] = list(result.differing_fields)
+    return row

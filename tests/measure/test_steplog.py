@@ -1,0 +1,385 @@
+"""A step log is read back as it was written, and says where it is broken."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stemkv.core.cache import PrefixCache
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.eviction import Lru
+from stemkv.core.identity import Domain
+from stemkv.core.order import Fcfs
+from stemkv.core.plan import Sample
+from stemkv.core.request import FinishReason, RequestId, RequestSpec
+from stemkv.core.scheduler import Scheduler
+from stemkv.core.table import BlockCopy
+from stemkv.core.tokens import Span, TokenIds, end_outside_span
+from stemkv.errors import StemKVError, StepLogError
+from stemkv.measure import steplog
+from stemkv.measure.steplog import (
+    Abandoned,
+    Added,
+    Call,
+    Cancelled,
+    Committed,
+    CoreState,
+    CutOff,
+    Declared,
+    Fenced,
+    FenceLifted,
+    NamespaceReset,
+    NamespaceRetired,
+    Planned,
+    PlannedChunk,
+    PlanRecord,
+    Restarted,
+    StepLog,
+    StepLogHeader,
+    StepLogWriter,
+    read_step_log,
+)
+
+HEADER = StepLogHeader(
+    model="tiny",
+    cache=CacheConfig(num_blocks=7, block_size=4),
+    scheduler=SchedulerConfig(token_budget=64, max_request_tokens=99, watermark=0.25),
+    eviction="lru",
+    order="fcfs",
+)
+
+times = st.floats(-1e6, 1e6)
+counts = st.integers(0, 2**31)
+names = st.text(min_size=1, max_size=6).filter(lambda name: "#" not in name)
+ids = st.builds(lambda name, k: RequestId(name + k), names, st.sampled_from(["", "#3"]))
+namespaces = st.binary(min_size=1, max_size=32)
+prompts = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(
+    TokenIds.from_ids
+)
+domains = st.one_of(names.map(Domain.private), names.map(Domain.group))
+reasons = st.sampled_from(FinishReason)
+specs = st.builds(
+    RequestSpec,
+    request_id=names.map(RequestId),
+    prompt=prompts,
+    max_new_tokens=st.integers(1, 99),
+    arrival_s=times,
+    domain=domains,
+    namespace=st.none() | namespaces,
+    num_samples=st.integers(1, 4),
+    adapter=st.none() | names,
+    start_position=st.integers(0, 99),
+    tenant=st.none() | names,
+)
+states = st.builds(CoreState, **{f.name: counts for f in fields(CoreState)})
+plans = st.builds(
+    PlanRecord,
+    step=counts,
+    now=times,
+    copies=st.lists(st.builds(BlockCopy, counts, counts, counts), max_size=2).map(
+        tuple
+    ),
+    chunks=st.lists(
+        st.builds(PlannedChunk, ids, counts, counts, counts, counts), max_size=3
+    ).map(tuple),
+    digest=st.text("0123456789abcdef", max_size=8),
+)
+samples = st.builds(Sample, st.integers(-5, 2**31), st.none() | reasons)
+between: list[st.SearchStrategy[Any]] = [
+    st.builds(Declared, namespace=namespaces, prefix=prompts),
+    st.builds(Added, spec=specs),
+    st.builds(Cancelled, now=times, request_id=ids, reason=reasons),
+    st.builds(
+        Restarted,
+        now=times,
+        request_id=ids,
+        namespace=st.none() | namespaces,
+        adapter=st.none() | names,
+        domain=st.none() | domains,
+    ),
+    st.builds(CutOff, request_id=ids),
+    st.builds(Fenced),
+    st.builds(FenceLifted, epoch=counts),
+    st.builds(NamespaceRetired, now=times, namespace=namespaces),
+    st.builds(NamespaceReset, now=times, namespace=namespaces),
+]
+ends: list[st.SearchStrategy[Any]] = [
+    st.builds(
+        Committed,
+        now=times,
+        samples=st.dictionaries(ids, st.lists(samples, max_size=2).map(tuple)),
+        state=states,
+    ),
+    st.builds(Abandoned, now=times, state=states),
+]
+steps = st.tuples(
+    st.builds(Planned, plan=plans), st.lists(between[2], max_size=1), st.one_of(ends)
+).map(lambda parts: [parts[0], *parts[1], parts[2]])
+calls = st.lists(st.one_of(*between).map(lambda call: [call]) | steps, max_size=6).map(
+    lambda groups: tuple(call for group in groups for call in group)
+)
+
+
+def written(*calls: Call) -> list[str]:
+    file = io.StringIO()
+    writer = StepLogWriter(file, HEADER)
+    for call in calls:
+        writer.write(call)
+    return file.getvalue().splitlines()
+
+
+@given(calls)
+def test_a_log_is_read_back_as_it_was_written(calls: tuple[Call, ...]) -> None:
+    lines = written(*calls)
+
+    assert read_step_log(lines, file="log") == StepLog(header=HEADER, calls=calls)
+    assert len(lines) == 1 + len(calls)
+    assert all(line.isascii() for line in lines)
+
+
+def test_every_kind_of_call_is_drawn_and_has_a_form() -> None:
+    assert len(between) + len(ends) + 1 == len(get_args(Call))
+    assert set(steplog._KIND_OF) == set(get_args(Call))
+
+
+def test_no_field_of_anything_recorded_is_left_out() -> None:
+    """A new field of a spec or a config must get a codec, or a log repeats badly."""
+    forms = [steplog._HEADER, steplog._CACHE, steplog._SCHEDULER, steplog._SPEC]
+    forms += [steplog._PLAN, steplog._STATE, *steplog._FORMS.values()]
+    for form in forms:
+        assert is_dataclass(form.make)
+        assert {f.name for f in fields(form.make)} == set(form.codecs), form.make
+
+
+def test_the_header_says_that_token_ids_are_in_the_log() -> None:
+    header = json.loads(written()[0])
+
+    assert header["schema"] == "stemkv.steplog/1"
+    assert "token ids of prompts and outputs" in header["contains"]
+
+
+def test_steps_are_plans_with_what_came_of_them() -> None:
+    state = CoreState(**{f.name: 1 for f in fields(CoreState)})
+    plans = [
+        PlanRecord(step=step, now=float(step), copies=(), chunks=(), digest="")
+        for step in range(3)
+    ]
+    first = Committed(now=0.5, samples={}, state=state)
+    third = Committed(now=2.5, samples={}, state=state)
+    log = StepLog(
+        header=HEADER,
+        calls=(
+            Planned(plan=plans[0]),
+            first,
+            Planned(plan=plans[1]),
+            Abandoned(now=1.5, state=state),
+            Planned(plan=plans[2]),
+            third,
+        ),
+    )
+
+    assert log.steps() == ((plans[0], first), (plans[2], third))
+
+
+def test_a_plan_s_digest_tells_block_tables_apart() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Lru())
+    scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
+    for name in ("a", "b"):
+        scheduler.add(
+            RequestSpec(
+                request_id=RequestId(name),
+                prompt=TokenIds.from_ids(range(8)),
+                max_new_tokens=1,
+                arrival_s=0.0,
+                domain=Domain.private("a"),
+                namespace=None,
+            )
+        )
+    plan = scheduler.schedule(0.0)
+    first, second = plan.chunks
+    swapped = replace(
+        plan,
+        chunks=(
+            replace(first, block_ids=second.block_ids),
+            replace(second, block_ids=first.block_ids),
+        ),
+    )
+
+    record = PlanRecord.of(plan, scheduler)
+    other = PlanRecord.of(swapped, scheduler)
+
+    assert PlanRecord.of(plan, scheduler) == record
+    assert other.chunks == record.chunks
+    assert other.digest != record.digest
+
+
+# Spans
+
+
+parts = st.lists(
+    st.one_of(
+        st.lists(st.integers(0, 3), min_size=1, max_size=3).map(TokenIds.from_ids),
+        st.builds(
+            Span,
+            digest=st.sampled_from([b"a" * 32, b"b" * 32]),
+            num_tokens=st.integers(9, 12),
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(parts, parts)
+def test_prompts_with_spans_agree_after_reading_exactly_where_they_did(
+    left: list[TokenIds | Span], right: list[TokenIds | Span]
+) -> None:
+    prompts = [TokenIds.from_parts(left), TokenIds.from_parts(right)]
+    log = read_step_log(
+        written(*(Declared(namespace=b"n", prefix=prompt) for prompt in prompts)),
+        file="log",
+    )
+    again = [call.prefix for call in log.calls if isinstance(call, Declared)]
+
+    assert common(*again) == common(*prompts)
+    for prompt, other in zip(prompts, again, strict=True):
+        assert [max(i, -1) for i in other] == [max(i, -1) for i in prompt]
+        ends = [end_outside_span(prompt.buffer, n) for n in range(len(prompt) + 1)]
+        assert ends == [end_outside_span(other.buffer, n) for n in range(len(ends))]
+
+
+def common(left: TokenIds, right: TokenIds) -> int:
+    """Positions up to which a match of the two may go."""
+    same = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        same += 1
+    return end_outside_span(left.buffer, same)
+
+
+# Broken logs
+
+
+def spec_line() -> dict[str, Any]:
+    spec = RequestSpec(
+        request_id=RequestId("r"),
+        prompt=TokenIds.from_ids([1, 2]),
+        max_new_tokens=1,
+        arrival_s=0.0,
+        domain=Domain.private("a"),
+        namespace=b"\1",
+    )
+    document: dict[str, Any] = json.loads(written(Added(spec=spec))[1])
+    return document
+
+
+def with_spec(**changes: Any) -> dict[str, Any]:
+    document = spec_line()
+    return document | {"spec": document["spec"] | changes}
+
+
+def without_spec(name: str) -> dict[str, Any]:
+    document = spec_line()
+    del document["spec"][name]
+    return document
+
+
+@pytest.mark.parametrize(
+    "document, problem",
+    [
+        ({"kind": "dance"}, "kind: must be one of declare, add"),
+        ({"epoch": 1}, "kind: must be one of"),
+        ([], "must be an object"),
+        ({"kind": "lift_fence"}, "epoch: missing"),
+        ({"kind": "lift_fence", "epoch": 1, "x": 2}, "x: not a field"),
+        ({"kind": "lift_fence", "epoch": True}, "epoch: must be an integer"),
+        ({"kind": "lift_fence", "epoch": -1}, "epoch: must be an integer of at least"),
+        (
+            {"kind": "reset", "now": "noon", "namespace": "00"},
+            "now: must be a number of seconds, got 'noon'",
+        ),
+        ({"kind": "reset", "now": 1, "namespace": "0"}, "namespace: non-hexadecimal"),
+        ({"kind": "cut_off", "request_id": 7}, "request_id: must be text, got 7"),
+        (without_spec("prompt"), "spec.prompt: missing"),
+        (with_spec(prompt="AAA"), "spec.prompt: must be base64"),
+        (with_spec(prompt="AAAA"), "spec.prompt: a token buffer holds 4 bytes"),
+        (with_spec(prompt="/////w=="), "spec.prompt: a span must cover"),
+        (with_spec(prompt=""), "spec: prompt has no tokens"),
+        (with_spec(max_new_tokens=0), "spec: max_new_tokens must be"),
+        (with_spec(domain=["public", ""]), "spec: domain must be the caller's own"),
+        (with_spec(domain=["friends", "x"]), "spec.domain: 'friends' is not a valid"),
+        (with_spec(domain="a"), "spec.domain: must be a list of kind and name"),
+        ({"kind": "commit"}, "missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_line_is_named_with_its_field(document: Any, problem: str) -> None:
+    lines = [*written(), json.dumps(document)]
+
+    with pytest.raises(StepLogError) as caught:
+        read_step_log(lines, file="run.jsonl")
+
+    assert str(caught.value).startswith("run.jsonl:2: ")
+    assert problem in str(caught.value)
+
+
+def plan_line(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {"plan": line["plan"] | {"chunks": [["r", 0, 1, 1]]}}
+
+
+@pytest.mark.parametrize(
+    "spoil, problem",
+    [
+        (lambda lines: lines[1:], ":1: schema: must be 'stemkv.steplog/1', got None"),
+        (lambda lines: [], ": empty"),
+        (lambda lines: ["{", *lines], ":1: not JSON"),
+        (lambda lines: [*lines[:-1], lines[-1][:-9]], ":3: not JSON"),
+        (lambda lines: ["[" * 100_000, *lines], ":1: not JSON"),
+        (lambda lines: [*lines, lines[2]], ":4: kind: a plan must come before commit"),
+        (lambda lines: [*lines[:2], lines[1]], ":3: kind: its commit must come before"),
+        (
+            lambda lines: [lines[0], json.dumps(plan_line(json.loads(lines[1])))],
+            ":2: plan.chunks: must be a list of request_id, start, end",
+        ),
+        (
+            lambda lines: [lines[0].replace('"block_size":4', '"block_size":0')],
+            ":1: cache: block_size must be at least 1",
+        ),
+    ],
+    ids=[
+        "headless",
+        "empty",
+        "noise",
+        "cut",
+        "deep",
+        "commits",
+        "plans",
+        "row",
+        "size",
+    ],
+)
+def test_a_log_that_is_no_log_is_refused(
+    spoil: Callable[[list[str]], list[str]], problem: str
+) -> None:
+    state = CoreState(**{f.name: 0 for f in fields(CoreState)})
+    plan = PlanRecord(step=0, now=0.0, copies=(), chunks=(), digest="")
+    lines = written(Planned(plan=plan), Committed(now=1.0, samples={}, state=state))
+
+    with pytest.raises(StepLogError) as caught:
+        read_step_log(spoil(lines), file="log")
+
+    assert f"log{problem}" in str(caught.value)
+
+
+@given(st.text(max_size=30) | st.recursive(st.none() | counts, st.lists).map(str))
+def test_any_text_is_refused_with_an_error_of_ours(text: str) -> None:
+    with pytest.raises(StemKVError, match="log:2"):
+        read_step_log([*written(), text], file="log")
