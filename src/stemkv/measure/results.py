@@ -179,7 +179,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Blocks by state at one moment, and what happened since the previous sample."""
+    """Blocks by state at one moment, and what happened since the previous sample.
+
+    Sums over replicas.
+    """
 
     at_s: float
     active: int

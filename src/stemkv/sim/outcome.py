@@ -26,6 +26,7 @@ from stemkv.measure.results import (
     GIB,
     Check,
     LatencySummary,
+    MemorySample,
     PrefixValue,
     ReplayResult,
     RequestResult,
@@ -37,7 +38,8 @@ from stemkv.measure.results import (
     WriterReader,
 )
 from stemkv.sim.config import ReplayConfig
-from stemkv.sim.replica import Replica
+from stemkv.sim.replica import Replica, join_samples
+from stemkv.sim.thinning import Thinned
 from stemkv.sim.trace import Trace
 
 __all__ = ["Outcome", "trace_facts"]
@@ -149,7 +151,7 @@ class Outcome:
             prefixes=tuple(prefixes[:_MAX_PREFIXES]),
             bounds=(),
             curves=(),
-            memory=self._replicas[0].memory.points(),
+            memory=self._memory(),
             steps=tuple(
                 span for replica in self._replicas for span in replica.steps.points()
             ),
@@ -376,6 +378,35 @@ class Outcome:
             for r in requests
         ]
         return goodput(latencies, self._end_s, ttft_s=ttft_s, tpot_s=tpot_s)
+
+    def _memory(self) -> tuple[MemorySample, ...]:
+        """Return the samples of all replicas as one series: sums of blocks by state."""
+        if len(self._replicas) == 1:
+            return self._replicas[0].memory.points()
+        zero = MemorySample(at_s=0.0, active=0, cached=0, free=self._config.num_blocks)
+        states = [zero] * len(self._replicas)
+        series = Thinned[MemorySample](1000, join_samples)
+        samples = sorted(
+            (
+                (sample.at_s, replica.index, sample)
+                for replica in self._replicas
+                for sample in replica.memory.points()
+            ),
+            key=lambda each: each[:2],
+        )
+        for at_s, index, sample in samples:
+            states[index] = sample
+            series.add(
+                MemorySample(
+                    at_s=at_s,
+                    active=sum(state.active for state in states),
+                    cached=sum(state.cached for state in states),
+                    free=sum(state.free for state in states),
+                    evicted=sample.evicted,
+                    stalled=sum(state.stalled for state in states),
+                )
+            )
+        return series.points()
 
     def _settings(self) -> dict[str, str | int | float | None]:
         config, load = self._config, self._config.load

@@ -31,7 +31,7 @@ from stemkv.errors import InvariantError
 from stemkv.measure.results import MemorySample, StepSpan
 from stemkv.sim.thinning import Thinned
 
-__all__ = ["Replica", "Times"]
+__all__ = ["Replica", "Times", "join_samples"]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Replica:
         self.scheduler = Scheduler(limits, self.cache, order)
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
-        self.memory = Thinned[MemorySample](1000, _join_samples)
+        self.memory = Thinned[MemorySample](1000, join_samples)
         self.steps = Thinned[StepSpan](4000, None)
         self.num_steps = 0
         self.busy_s = 0.0
@@ -254,7 +254,7 @@ class Replica:
         )
 
 
-def _join_samples(earlier: MemorySample, later: MemorySample) -> MemorySample:
+def join_samples(earlier: MemorySample, later: MemorySample) -> MemorySample:
     """Keep the later state and the evictions of both."""
     return MemorySample(
         at_s=later.at_s,

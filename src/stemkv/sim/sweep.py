@@ -1,0 +1,254 @@
+"""One trace under many configurations, several at a time.
+
+Owns the grid and the worker processes. A cell is one replay, with a clock (`timed_cell`)
+or without (`untimed_cell`). Cells come in the order of the grid, whoever is done first.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from stemkv.core.cost import CostModel
+from stemkv.errors import ConfigError, StemKVError
+from stemkv.measure.results import GIB, SweepCell
+from stemkv.sim.config import ReplayConfig
+from stemkv.sim.curves import units_in
+from stemkv.sim.policies import eviction_named
+from stemkv.sim.replay import replay
+from stemkv.sim.sequence import replay_sequence
+from stemkv.sim.sharing import SharingRule
+from stemkv.sim.trace import Trace
+
+__all__ = ["Grid", "Play", "sweep", "timed_cell", "untimed_cell"]
+
+# How one configuration becomes a cell. A function of a module, as workers import it.
+Play = Callable[[Trace, ReplayConfig, CostModel], SweepCell]
+_Done = Generator[
+    tuple[int, SweepCell], None, None
+]  # a configuration's place and its cell
+
+_GONE = (EOFError, ConnectionError)  # the other end of a pipe has closed it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What a sweep varies; every combination is a configuration."""
+
+    num_blocks: tuple[int, ...]
+    evictions: tuple[str, ...] = ("lru",)
+    orders: tuple[str, ...] = ("fcfs",)
+    sharings: tuple[str, ...] = ("isolated",)
+
+    def configs(self, base: ReplayConfig) -> tuple[ReplayConfig, ...]:
+        """Return `base` with each combination, sizes changing slowest."""
+        return tuple(
+            replace(
+                base,
+                num_blocks=size,
+                eviction=eviction,
+                order=order,
+                sharing=replace(base.sharing, name=sharing),
+            )
+            for size, eviction, order, sharing in product(
+                self.num_blocks, self.evictions, self.orders, self.sharings
+            )
+        )
+
+    def rules(self, base: ReplayConfig) -> tuple[SharingRule, ...]:
+        """Return the sharing rules of the configurations."""
+        return tuple(replace(base.sharing, name=name) for name in self.sharings)
+
+
+def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCell:
+    """Replay with the clock and keep the headline numbers."""
+    result = replay(trace, config, costs)
+    ttft = next((each for each in result.latencies if each.name == "TTFT"), None)
+    return SweepCell(
+        num_blocks=config.num_blocks,
+        gib=result.capacity_gib,
+        eviction=config.eviction,
+        order=config.order,
+        sharing=config.sharing.name,
+        hit_rate=result.tokens.hit_rate,
+        saved_s=result.saved.seconds,
+        seconds_per_gib_s=result.saved.seconds_per_gib_s,
+        ttft_p50_s=None if ttft is None else ttft.p50,
+        ttft_p99_s=None if ttft is None else ttft.p99,
+        goodput_rps=result.goodput_rps,
+        num_evicted_blocks=result.num_evicted_blocks,
+        num_preemptions=result.num_preemptions,
+        worst_tenant_ttft_p99_s=max(
+            (each.ttft.p99 for each in result.tenants if each.ttft is not None),
+            default=None,
+        ),
+    )
+
+
+def untimed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCell:
+    """Replay one request after another; what needs a clock is missing.
+
+    Admission order means nothing here. Evicted units count as the blocks they fill.
+    """
+    found = replay_sequence(
+        trace,
+        num_blocks=units_in(trace, config.num_blocks, config.block_size),
+        rule=config.sharing,
+        policy=eviction_named(config.eviction),
+        cost=costs,
+    )
+    assert found.hits.saved_s is not None, "a cost model was given"
+    block_bytes = config.block_size * costs.bytes_per_token
+    return SweepCell(
+        num_blocks=config.num_blocks,
+        gib=config.num_blocks * block_bytes / GIB,
+        eviction=config.eviction,
+        order=config.order,
+        sharing=config.sharing.name,
+        hit_rate=found.hits.hit_rate,
+        saved_s=found.hits.saved_s,
+        seconds_per_gib_s=math.nan,
+        ttft_p50_s=None,
+        ttft_p99_s=None,
+        goodput_rps=None,
+        num_evicted_blocks=(
+            found.num_evicted_units * trace.unit_size // config.block_size
+        ),
+        num_preemptions=0,
+        worst_tenant_ttft_p99_s=None,
+    )
+
+
+def sweep(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    costs: CostModel,
+    play: Play,
+    *,
+    num_jobs: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[SweepCell, ...]:
+    """Return the cells of all configurations, in their order.
+
+    With more than one job, processes of their own play them; each is sent the trace
+    once. However this ends, by Ctrl-C as well, they have ended too.
+    """
+    if num_jobs < 1:
+        raise ConfigError(f"num_jobs must be at least 1, got {num_jobs}")
+    cells: dict[int, SweepCell] = {}
+    done = _one_by_one if min(num_jobs, len(configs)) < 2 else _in_parallel
+    with closing(done(trace, configs, costs, play, num_jobs)) as pairs:
+        for index, cell in pairs:
+            cells[index] = cell
+            if progress is not None:
+                progress(len(cells), len(configs))
+    return tuple(cells[index] for index in range(len(configs)))
+
+
+def _one_by_one(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    costs: CostModel,
+    play: Play,
+    num_jobs: int,
+) -> _Done:
+    for index, config in enumerate(configs):
+        yield index, play(trace, config, costs)
+
+
+def _in_parallel(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    costs: CostModel,
+    play: Play,
+    num_jobs: int,
+) -> _Done:
+    waiting = list(enumerate(configs))[::-1]
+    with _workers(trace, costs, play, min(num_jobs, len(configs))) as workers:
+        playing: dict[Connection, int] = {}
+        for pipe in workers:
+            _send_next(pipe, waiting, playing)
+        while playing:
+            for ready in wait(list(playing)):
+                assert isinstance(ready, Connection), "only pipes are waited for"
+                index = playing.pop(ready)
+                cell = _received(ready, workers[ready], configs[index])
+                _send_next(ready, waiting, playing)
+                yield index, cell
+
+
+def _send_next(
+    pipe: Connection,
+    waiting: list[tuple[int, ReplayConfig]],
+    playing: dict[Connection, int],
+) -> None:
+    if waiting:
+        index, config = waiting.pop()
+        playing[pipe] = index
+        # One that has died is found when its answer is waited for.
+        with suppress(*_GONE):
+            pipe.send(config)
+
+
+def _received(
+    pipe: Connection, worker: SpawnProcess, config: ReplayConfig
+) -> SweepCell:
+    try:
+        answer = pipe.recv()
+    except _GONE:
+        worker.join()
+        raise StemKVError(
+            f"a worker ended with code {worker.exitcode} while it replayed "
+            f"{config.num_blocks} blocks, {config.eviction}, {config.order}, "
+            f"{config.sharing.name}; if memory is short, take fewer jobs"
+        ) from None
+    if isinstance(answer, StemKVError):
+        raise answer
+    assert isinstance(answer, SweepCell), "a worker answers with a cell or an error"
+    return answer
+
+
+@contextmanager
+def _workers(
+    trace: Trace, costs: CostModel, play: Play, num_workers: int
+) -> Iterator[dict[Connection, SpawnProcess]]:
+    # Started afresh and not forked: forking a process with threads, as a progress bar
+    # is, can leave locks in the child that nobody will open.
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Connection, SpawnProcess] = {}
+    try:
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            worker = context.Process(
+                target=_work, args=(theirs, trace, costs, play), daemon=True
+            )
+            worker.start()
+            theirs.close()  # else its end is not seen here
+            workers[ours] = worker
+        yield workers
+    finally:
+        for pipe, worker in workers.items():
+            pipe.close()
+            worker.terminate()
+        for worker in workers.values():
+            worker.join()
+
+
+def _work(pipe: Connection, trace: Trace, costs: CostModel, play: Play) -> None:
+    """Play what comes through the pipe until it is closed."""
+    # Ctrl-C reaches all processes of a terminal; the one that started this one decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(*_GONE):
+        while True:
+            config = pipe.recv()
+            try:
+                pipe.send(play(trace, config, costs))
+            except StemKVError as error:
+                pipe.send(error)
