@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 
 from stemkv.core.blocks import BlockState
@@ -1396,3 +1399,19 @@ def test_asking_how_much_is_in_use_costs_the_same_whatever_is_resident() -> None
         return count_calls(cache.usage)
 
     assert calls(2000) == calls(2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_many_declared_prefixes_the_longest_common_one_counts(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = build_cache(num_blocks=8, block_size=2)
+    declared = []
+    for _ in range(40):
+        text = "".join(rng.choice("ab") for _ in range(rng.randint(2, 12)))
+        cache.declare_public(NAMESPACE, word(text))
+        declared.append(text[: len(text) // 2 * 2])
+
+    for _ in range(100):
+        asked = "".join(rng.choice("ab") for _ in range(rng.randint(1, 14)))
+        longest = max(len(os.path.commonprefix([asked, each])) for each in declared)
+        assert cache.num_public_blocks(NAMESPACE, tokens(asked)) == longest // 2

@@ -200,8 +200,8 @@ def calibrate(
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Of the requests and arrivals.")] = 0,
     seconds: Annotated[
-        float, typer.Option(help="Of work to fit to; half as many to check it.")
-    ] = 45.0,
+        float, typer.Option(help="Of work in each run: one to fit, one to check.")
+    ] = 35.0,
     kv_tokens: Annotated[int, typer.Option(help="Tokens the cache can hold.")] = 16384,
     watts: Annotated[
         float, typer.Option(help="Assumed under load, where there is no meter.")

@@ -1,8 +1,10 @@
 """`stemkv calibrate`: learn what steps cost from an engine's own steps.
 
 Owns the workload, the open loop that plays it, and the printing. Two runs: one to fit,
-in bursts; one with other requests and a steady stream, to see how well the fit predicts
-what it has not seen.
+in bursts; one with other requests, a steady stream of shorter ones, and smaller steps, to
+see how well the fit predicts what it has not seen. Short ones, because percentiles of few
+requests say little: who arrives a moment before a long step begins waits for it, and who
+arrives a moment later does not.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from stemkv.sim.model_shape import shape_of
 __all__ = ["Arrival", "CalibrateOptions", "Speed", "make_workload", "run_calibrate"]
 
 _WARM_UP_TOKENS = 256
+_TOKEN_BUDGETS = (512, 128)  # of the run to fit and of the other
 _MAX_TOKENS = 1024  # of a prompt and its output
 _NUM_DOCUMENTS = 4  # that half of the prompts begin with
 _DECODES_PER_STEP = 3  # about
@@ -56,7 +59,7 @@ class CalibrateOptions:
     numerics: str = "exact"
     num_threads: int | None = None
     seed: int = 0
-    seconds: float = 45.0  # of work in the first run; the second has half of it
+    seconds: float = 35.0  # of work in each run
     kv_tokens: int = 16384
     assumed_watts: float = 65.0  # under load, where there is no meter
 
@@ -118,7 +121,7 @@ def make_workload(
                 prompt=TokenIds.from_ids(
                     shared + _random_ids(rng, num_own, vocab_size)
                 ),
-                num_new=rng.randint(4, max(4, min(40, max_tokens // 8))),
+                num_new=rng.randint(4, max(4, max_tokens // 24)),
                 tenant=rng.choice(("acme", "globex")),
                 at_s=0.0,
             )
@@ -190,12 +193,13 @@ def _record(
 ) -> tuple[StepLog, float | None]:
     """Play one workload on a fresh engine; return its log and the measured watts."""
     speed = _warm_up(loaded, options)
+    max_tokens = min(_MAX_TOKENS, loaded.context_length, options.kv_tokens)
     arrivals = make_workload(
         random.Random(2 * options.seed + (not is_first)),
         vocab_size=loaded.vocab_size,
-        max_tokens=min(_MAX_TOKENS, loaded.context_length, options.kv_tokens),
+        max_tokens=max_tokens if is_first else max_tokens // 2,
         speed=speed,
-        work_s=options.seconds if is_first else options.seconds / 2,
+        work_s=options.seconds,
         max_burst=8 if is_first else 1,
     )
     title = "to fit" if is_first else "to predict"
@@ -204,17 +208,27 @@ def _record(
         f"({1 / speed.prefill_token_s:.0f} prefill tokens/s, measured)"
     )
     file = io.StringIO()
-    engine = _make_engine(loaded, options, StepRecorder(file, model=loaded.name))
+    engine = _make_engine(
+        loaded,
+        options,
+        token_budget=_TOKEN_BUDGETS[0 if is_first else 1],
+        recorder=StepRecorder(file, model=loaded.name),
+    )
     watts = _play(console, engine, arrivals, meter, title)
     return read_step_log(file.getvalue().splitlines(), file=f"run {title}"), watts
 
 
 def _make_engine(
-    loaded: LoadedModel, options: CalibrateOptions, recorder: StepRecorder | None
+    loaded: LoadedModel,
+    options: CalibrateOptions,
+    *,
+    token_budget: int,
+    recorder: StepRecorder | None = None,
 ) -> Engine:
     config = EngineConfig(
         numerics=options.numerics,
         kv_memory_bytes=options.kv_tokens * loaded.kv_bytes_per_token,
+        token_budget=token_budget,
         num_threads=options.num_threads,
         runs_self_test=False,  # about times, not about bits
     )
@@ -223,7 +237,7 @@ def _make_engine(
 
 def _warm_up(loaded: LoadedModel, options: CalibrateOptions) -> Speed:
     """Return measured speeds; kernels and memory are warm then."""
-    engine = _make_engine(loaded, options, None)
+    engine = _make_engine(loaded, options, token_budget=_TOKEN_BUDGETS[0])
     length = min(_WARM_UP_TOKENS, loaded.context_length // 2, options.kv_tokens // 2)
     for index in range(3):
         prompt = TokenIds.from_ids([(7 * i + index) % 100 for i in range(length)])

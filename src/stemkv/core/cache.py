@@ -12,6 +12,7 @@ ledger, it tells it of every block that changes hands.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ class PrefixCache:
         self._policy = policy
         self._emit: Callable[[CacheEvent], None] = _ignore
         self._block_bytes = config.block_size * TOKEN_BYTES
-        self._public: dict[bytes, dict[bytes, list[bytes]]] = {}
+        self._public: dict[bytes, list[bytes]] = {}  # by namespace, sorted
         self._peak_active = 0
         self._num_evicted = 0
         self._num_published = 0
@@ -154,17 +155,15 @@ class PrefixCache:
         """Return how many leading whole blocks lie inside a declared public prefix."""
         if namespace is None:
             return 0
-        by_block = self._public.get(namespace)
-        if by_block is None:
+        declared = self._public.get(namespace)
+        if declared is None:
             return 0
-        declared = by_block.get(tokens[: self._block_bytes], ())
+        # Of sorted prefixes one of the two neighbours agrees with the tokens longest.
+        at = bisect_left(declared, tokens)
         num_blocks = max(
-            (
-                common_prefix_bytes(prefix, 0, tokens, 0, min(len(prefix), len(tokens)))
-                // self._block_bytes
-                for prefix in declared
-            ),
-            default=0,
+            common_prefix_bytes(prefix, 0, tokens, 0, min(len(prefix), len(tokens)))
+            // self._block_bytes
+            for prefix in declared[max(0, at - 1) : at + 1]
         )
         return self._blocks_outside_span(tokens, num_blocks)
 
@@ -197,10 +196,10 @@ class PrefixCache:
         num_blocks = self._blocks_outside_span(prefix.buffer, num_blocks)
         if num_blocks:
             whole = prefix.buffer[: num_blocks * self._block_bytes]
-            by_block = self._public.setdefault(namespace, {})
-            prefixes = by_block.setdefault(whole[: self._block_bytes], [])
-            if whole not in prefixes:
-                prefixes.append(whole)
+            declared = self._public.setdefault(namespace, [])
+            at = bisect_left(declared, whole)
+            if at == len(declared) or declared[at] != whole:
+                declared.insert(at, whole)
         return num_blocks
 
     def acquire(

@@ -92,8 +92,7 @@ class History:
     ) -> None:
         """Note that the holder has blocks `start … stop - 1` of `tokens` from now on."""
         self._mark(namespace, domain, tokens, start, stop, _RESIDENT, now)
-        if self._max_blocks is not None and self._num_blocks > self._max_blocks:
-            self._forget(self._max_blocks * 7 // 8)
+        self._keep_bounds()
 
     def left(
         self,
@@ -106,6 +105,7 @@ class History:
     ) -> None:
         """Note that blocks `start … stop - 1` of `tokens` are not resident any more."""
         self._mark(namespace, domain, tokens, start, stop, now, now)
+        self._keep_bounds()  # what was forgotten while resident is remembered again
 
     def past(
         self, namespace: bytes, domain: Domain, tokens: bytes, start: int, stop: int
@@ -218,6 +218,10 @@ class History:
         node.edge = node.edge[num_blocks * size :]
         upper.children[node.edge[:size]] = node
         return upper
+
+    def _keep_bounds(self) -> None:
+        if self._max_blocks is not None and self._num_blocks > self._max_blocks:
+            self._forget(self._max_blocks * 7 // 8)
 
     def _forget(self, target: int) -> None:
         """Drop whole leaves, the longest unchanged first, down to `target` blocks."""

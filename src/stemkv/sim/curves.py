@@ -31,7 +31,6 @@ __all__ = ["Study", "lru_curves", "study", "units_in", "with_study"]
 
 _NUM_POINTS = 24
 _POINTS_PER_CLAIRVOYANT = 3  # each of its points is a pass of its own
-_SMALLEST = 64  # the smallest size is this part of the largest useful one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +52,30 @@ def study(
 ) -> Study:
     """Return LRU under every rule of interest, and what cannot be exceeded.
 
-    Lines are of one cache that serves all requests. Their points go from a small part
-    of what is useful to all of it and have `num_blocks` among them. Replicas are
-    bounded by one cache as large as all of theirs. O(units) per rule, and a few passes
-    more for the clairvoyant line.
+    Lines are of one cache that serves all requests. They go from the longest prompt,
+    which any deployment must hold, to where more memory changes nothing, and have a
+    point at `num_blocks`. Replicas are bounded by one cache as large as all of theirs.
+    O(units) per rule, and a few passes more for the clairvoyant line.
     """
     scale = _Scale(trace, costs, block_size)
     found = {each.name: find_reuses(trace, each) for each in _rules(trace, rule)}
     lines = {name: lru_curve(reuses, cost=costs) for name, reuses in found.items()}
-    sizes = _sizes(num_blocks, max(scale.blocks_for(line) for line in lines.values()))
-    own = found[rule.name]
+    longest = scale.blocks(max(1, lines[rule.name].longest_request))
+    enough = max(scale.blocks(line.num_blocks_for_all) for line in lines.values())
+    sizes = _spaced(min(num_blocks, longest), max(num_blocks, longest, enough))
+    sizes = sorted({*sizes, num_blocks})
+    # Smaller ones can't keep a whole prompt, as this bound does.
+    large = [size for size in sizes if size >= longest]
+    some = {*large[::_POINTS_PER_CLAIRVOYANT], large[-1], max(num_blocks, longest)}
+    best = scale.clairvoyant_line(rule.name, found[rule.name], sorted(some))
     return Study(
         curves=(
             *(scale.lru_line(name, line, sizes) for name, line in lines.items()),
-            scale.clairvoyant_line(
-                rule.name, own, _thinned(sizes, num_blocks), num_blocks
-            ),
+            best,
         ),
-        bounds=tuple(_bounds(found, rule, scale, num_blocks, num_replicas)),
+        bounds=tuple(
+            _bounds(found, rule.name, scale, num_blocks * num_replicas, longest=longest)
+        ),
     )
 
 
@@ -117,20 +122,10 @@ def _rules(trace: Trace, rule: SharingRule) -> list[SharingRule]:
     return compared if rule in compared else [*compared, rule]
 
 
-def _sizes(own: int, enough: int) -> list[int]:
-    """Return sizes to draw, in blocks, `own` and `enough` among them."""
-    smallest = max(1, min(own, enough) // _SMALLEST)
-    return sorted({*_spaced(smallest, max(own, enough)), own, enough})
-
-
 def _spaced(low: int, high: int) -> list[int]:
     """Return sizes with about one ratio between neighbours."""
     step = (high / low) ** (1 / (_NUM_POINTS - 1))
     return [round(low * step**index) for index in range(_NUM_POINTS)]
-
-
-def _thinned(sizes: Sequence[int], own: int) -> list[int]:
-    return sorted({*sizes[::_POINTS_PER_CLAIRVOYANT], own, sizes[-1]})
 
 
 class _Scale:
@@ -148,14 +143,14 @@ class _Scale:
     def gib(self, num_blocks: int) -> float:
         return num_blocks * self._block_bytes / GIB
 
-    def blocks_for(self, line: LruCurve) -> int:
-        """Return the size from which on more memory changes nothing."""
-        return self._blocks(max(1, line.num_blocks_for_all))
+    def blocks(self, num_units: int) -> int:
+        """Return how many blocks so many units fill."""
+        return -(-num_units * self._unit_size // self._block_size)
 
     def lru_line(
         self, name: str, line: LruCurve, sizes: Sequence[int]
     ) -> CapacityCurve:
-        exact_from = self._blocks(line.longest_request)
+        exact_from = self.blocks(line.longest_request)
         return CapacityCurve(
             name=name,
             points=tuple(
@@ -170,7 +165,7 @@ class _Scale:
         )
 
     def clairvoyant_line(
-        self, name: str, reuses: Reuses, sizes: Sequence[int], own: int
+        self, name: str, reuses: Reuses, sizes: Sequence[int]
     ) -> CapacityCurve:
         return CapacityCurve(
             name=f"clairvoyant, {name}",
@@ -183,9 +178,6 @@ class _Scale:
             note="evicts what is needed again last; nobody can know that in time",
         )
 
-    def _blocks(self, num_units: int) -> int:
-        return -(-num_units * self._unit_size // self._block_size)
-
     def _point(self, size: int, hits: Hits) -> CurvePoint:
         return CurvePoint(
             num_blocks=size,
@@ -196,39 +188,33 @@ class _Scale:
 
 
 def _bounds(
-    found: dict[str, Reuses],
-    rule: SharingRule,
-    scale: _Scale,
-    num_blocks: int,
-    num_replicas: int,
+    found: dict[str, Reuses], rule: str, scale: _Scale, num_blocks: int, *, longest: int
 ) -> Iterable[Bound]:
-    own = found[rule.name]
-    total = num_blocks * num_replicas
-    where = f"at {scale.gib(total):.3g} GiB"
-    if num_replicas > 1:
-        where += f", that of {num_replicas} replicas in one"
-    in_order = "with requests one after another in order of arrival"
+    own = found[rule]
+    where = f"{rule}, {scale.gib(num_blocks):.3g} GiB"
     yield Bound(
-        name=f"unlimited cache, {rule.name}",
+        name=f"unlimited cache, {rule}",
         hit_rate=infinite(own).hit_rate,
         note="no policy and no amount of memory reuses more under this sharing rule",
     )
-    if "shared" in found and rule.name != "shared":
+    if rule != "shared" and "shared" in found:
         yield Bound(
             name="unlimited cache, shared",
             hit_rate=infinite(found["shared"]).hit_rate,
-            note="the same if all tenants shared everything: the rest are new tokens",
+            note="the same if all tenants shared everything; the rest is new text",
         )
+    in_order = "with requests one after another in order of arrival"
     yield Bound(
-        name=f"clairvoyant that may leave blocks out, {rule.name}, {where}",
-        hit_rate=clairvoyant_selective(own, scale.units(total)).hit_rate,
+        name=f"clairvoyant that may leave blocks out, {where}",
+        hit_rate=clairvoyant_selective(own, scale.units(num_blocks)).hit_rate,
         note=f"no policy with this memory reuses more blocks, {in_order}",
     )
-    yield Bound(
-        name=f"clairvoyant, {rule.name}, {where}",
-        hit_rate=clairvoyant(own, scale.units(total)).hit_rate,
-        note=(
-            f"no eviction policy reuses more blocks where every prompt is kept whole "
-            f"while it runs, {in_order}; says nothing of seconds"
-        ),
-    )
+    if num_blocks >= longest:
+        yield Bound(
+            name=f"clairvoyant, {where}",
+            hit_rate=clairvoyant(own, scale.units(num_blocks)).hit_rate,
+            note=(
+                f"no eviction policy reuses more blocks where a prompt is kept whole "
+                f"while it runs, {in_order}; says nothing of seconds"
+            ),
+        )

@@ -1,0 +1,164 @@
+"""From the words of a command line to costs and blocks: model, device, memory.
+
+Owns the options that describe a deployment, and which of them go together. What models
+and devices are is `sim.catalogue`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stemkv.core.cost import CostModel
+from stemkv.errors import ConfigError
+from stemkv.sim.catalogue import device_named, model_named
+from stemkv.sim.pricing import memory_left, num_blocks, parse_memory, roofline
+
+__all__ = [
+    "BlockSizeOption",
+    "BudgetOption",
+    "CostOption",
+    "Deployment",
+    "DeploymentOptions",
+    "DeviceOption",
+    "DevicesOption",
+    "KvDtypeOption",
+    "MaxRunningOption",
+    "ModelNameOption",
+    "ReplicasOption",
+    "RoutingOption",
+    "WeightDtypeOption",
+    "deploy",
+]
+
+ModelNameOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Name or config.json [default: llama-3.1-8b]."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="What the model runs on [default: h100].")
+]
+DevicesOption = Annotated[
+    int, typer.Option("--devices", help="Devices of one replica, tensor-parallel.")
+]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="bf16, fp16 or fp8 [default: bf16].")
+]
+WeightDtypeOption = Annotated[
+    str | None, typer.Option(help="bf16, fp16, fp8 or mxfp4 [default: as published].")
+]
+CostOption = Annotated[
+    Path | None,
+    typer.Option("--cost", help="Costs by `stemkv calibrate` instead of a model."),
+]
+BlockSizeOption = Annotated[int, typer.Option(help="Tokens per block.")]
+BudgetOption = Annotated[int, typer.Option(help="Most tokens in one step.")]
+MaxRunningOption = Annotated[int, typer.Option(help="Most requests in one step.")]
+ReplicasOption = Annotated[int, typer.Option("--replicas", help="Equal engines.")]
+RoutingOption = Annotated[
+    str, typer.Option(help="Of replicas: round_robin, session or prefix.")
+]
+
+_MODEL, _DEVICE, _KV_DTYPE = "llama-3.1-8b", "h100", "bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentOptions:
+    """What serves the requests, as it was typed."""
+
+    model: str | None = None
+    device: str | None = None
+    num_devices: int = 1
+    kv_dtype: str | None = None
+    weight_dtype: str | None = None
+    cost: Path | None = None
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ConfigError(f"--devices must be at least 1, got {self.num_devices}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
+        if self.cost is None:
+            return
+        described = {
+            "--model": self.model is not None,
+            "--device": self.device is not None,
+            "--devices": self.num_devices != 1,
+            "--kv-dtype": self.kv_dtype is not None,
+            "--weight-dtype": self.weight_dtype is not None,
+        }
+        for name, is_given in described.items():
+            if is_given:
+                raise ConfigError(
+                    f"--cost {self.cost} says what steps cost and how large KV is; "
+                    f"{name} would say so again"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Prices, and how much memory there is for KV if nobody says."""
+
+    costs: CostModel
+    block_size: int
+    memory_bytes: int | None  # of one replica, beside the weights; None: unknown
+
+    def blocks_of(
+        self, memory: Sequence[str] = (), blocks: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return sizes in blocks from amounts of memory or numbers of blocks."""
+        if memory and blocks:
+            raise ConfigError("give either --memory or --blocks, not both")
+        return tuple(blocks) or tuple(
+            self._blocks(parse_memory(each)) for each in memory
+        )
+
+    def blocks_left(self, *shares: float) -> tuple[int, ...]:
+        """Return these shares of what the device leaves, in blocks."""
+        if self.memory_bytes is None:
+            raise ConfigError(
+                "--cost does not say how much memory there is; give --memory or --blocks"
+            )
+        return tuple(self._blocks(int(self.memory_bytes * each)) for each in shares)
+
+    def _blocks(self, memory_bytes: int) -> int:
+        return num_blocks(
+            memory_bytes,
+            bytes_per_token=self.costs.bytes_per_token,
+            block_size=self.block_size,
+        )
+
+
+def deploy(options: DeploymentOptions) -> Deployment:
+    """Look up or read what the options name."""
+    if options.cost is not None:
+        from stemkv.sim.fit import read_cost
+
+        return Deployment(
+            costs=read_cost(options.cost),
+            block_size=options.block_size,
+            memory_bytes=None,
+        )
+    model = model_named(options.model or _MODEL)
+    device = device_named(options.device or _DEVICE)
+    return Deployment(
+        costs=roofline(
+            model,
+            device,
+            kv_dtype=options.kv_dtype or _KV_DTYPE,
+            weight_dtype=options.weight_dtype,
+            num_devices=options.num_devices,
+        ),
+        block_size=options.block_size,
+        memory_bytes=memory_left(
+            model,
+            device,
+            weight_dtype=options.weight_dtype,
+            num_devices=options.num_devices,
+        ),
+    )

@@ -1,0 +1,261 @@
+"""What was there before, against a dict that remembers every block by itself."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stemkv.core.history import History, Past, PastRun
+from stemkv.core.identity import PUBLIC, Domain
+from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, tokens
+
+NAMESPACES = (NAMESPACE, OTHER_NAMESPACE, b"a" * 32)
+# CREW is a group with a principal's name: equal to nobody's private domain.
+DOMAINS = (ALICE, BOB, CREW, PUBLIC)
+MAX_BLOCKS = 6
+
+
+@dataclass(frozen=True)
+class Act:
+    """The holder's blocks `start … stop - 1` of the text come or go."""
+
+    namespace: bytes
+    domain: Domain
+    text: str
+    start: int
+    stop: int
+    leaves: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a request of this holder would ask."""
+
+    namespace: bytes
+    domain: Domain
+    text: str
+    start: int
+    stop: int
+
+
+class Twin:
+    """One entry for every holder and every prefix of whole blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._gone: dict[tuple[bytes, Domain, str], float] = {}
+
+    def note(self, act: Act, now: float) -> None:
+        for index in range(act.start, act.stop):
+            head = act.text[: (index + 1) * self._block_size]
+            key = (act.namespace, act.domain, head)
+            self._gone[key] = now if act.leaves else math.inf
+
+    def past(self, asked: Question) -> list[Past]:
+        return [self._past_of(asked, index) for index in range(asked.start, asked.stop)]
+
+    def own(self, asked: Question, index: int) -> list[float]:
+        """Since when what the holder may see is gone: its own and the public copy."""
+        held = self._held(asked, index)
+        return [
+            held[asked.namespace, domain]
+            for domain in (asked.domain, PUBLIC)
+            if (asked.namespace, domain) in held
+        ]
+
+    def _held(self, asked: Question, index: int) -> dict[tuple[bytes, Domain], float]:
+        head = asked.text[: (index + 1) * self._block_size]
+        return {
+            (namespace, domain): gone
+            for (namespace, domain, each), gone in self._gone.items()
+            if each == head
+        }
+
+    def _past_of(self, asked: Question, index: int) -> Past:
+        held, own = self._held(asked, index), self.own(asked, index)
+        if own:
+            return Past(left_s=max(own))
+        if any(namespace == asked.namespace for namespace, _ in held):
+            return Past(is_other_domain=True)
+        others = [namespace for namespace, _ in held]
+        return Past(other_namespace=min(others, default=None))
+
+
+@st.composite
+def texts(draw: st.DrawFn, block_size: int) -> str:
+    """Whole blocks over two letters: texts meet, divide and continue each other."""
+    num_blocks = draw(st.integers(1, MAX_BLOCKS))
+    blocks = draw(
+        st.lists(
+            st.sampled_from(["a" * block_size, "a" * (block_size - 1) + "b"]),
+            min_size=num_blocks,
+            max_size=num_blocks,
+        )
+    )
+    return "".join(blocks)
+
+
+@st.composite
+def spans_of(draw: st.DrawFn, block_size: int) -> tuple[str, int, int]:
+    text = draw(texts(block_size))
+    stop = draw(st.integers(1, len(text) // block_size))
+    return text, draw(st.integers(0, stop - 1)), stop
+
+
+@st.composite
+def acts(draw: st.DrawFn, block_size: int) -> Act:
+    return Act(
+        draw(st.sampled_from(NAMESPACES)),
+        draw(st.sampled_from(DOMAINS)),
+        *draw(spans_of(block_size)),
+        leaves=draw(st.booleans()),
+    )
+
+
+@st.composite
+def questions(draw: st.DrawFn, block_size: int) -> Question:
+    return Question(
+        draw(st.sampled_from(NAMESPACES)),
+        draw(st.sampled_from((ALICE, BOB, CREW))),
+        *draw(spans_of(block_size)),
+    )
+
+
+def note(history: History, act: Act, now: float) -> None:
+    verb = history.left if act.leaves else history.published
+    verb(act.namespace, act.domain, tokens(act.text), act.start, act.stop, now)
+
+
+def spelled_out(runs: list[PastRun]) -> list[Past]:
+    return [run.past for run in runs for _ in range(run.num_blocks)]
+
+
+def ask(history: History, asked: Question) -> list[PastRun]:
+    prompt = tokens(asked.text)
+    return history.past(
+        asked.namespace, asked.domain, prompt, asked.start, asked.stop
+    )
+
+
+@given(data=st.data(), block_size=st.sampled_from([1, 2, 3]))
+@settings(max_examples=300, deadline=None)
+def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
+    data: st.DataObject, block_size: int
+) -> None:
+    history, twin = History(block_size), Twin(block_size)
+    for now, act in enumerate(data.draw(st.lists(acts(block_size), max_size=25))):
+        note(history, act, float(now))
+        twin.note(act, float(now))
+    for asked in data.draw(st.lists(questions(block_size), min_size=1, max_size=8)):
+        runs = ask(history, asked)
+
+        assert spelled_out(runs) == twin.past(asked)
+        neighbours = zip(runs, runs[1:], strict=False)
+        assert all(left.past != right.past for left, right in neighbours)
+        assert ask(history, asked) == runs, "asking changes nothing"
+
+
+@given(data=st.data(), max_blocks=st.integers(1, 12))
+@settings(max_examples=300, deadline=None)
+def test_bounded_history_forgets_and_never_invents(
+    data: st.DataObject, max_blocks: int
+) -> None:
+    history, twin = History(2, max_blocks=max_blocks), Twin(2)
+    for now, act in enumerate(data.draw(st.lists(acts(2), max_size=25))):
+        note(history, act, float(now))
+        twin.note(act, float(now))
+        assert history.num_blocks <= max_blocks
+        assert history.num_blocks == num_remembered(history)
+    for asked in data.draw(st.lists(questions(2), min_size=1, max_size=8)):
+        known = spelled_out(ask(history, asked))
+
+        assert len(known) == asked.stop - asked.start
+        for index, told in enumerate(known, asked.start):
+            # It may have forgotten some who had a block, so the next reason applies;
+            # whatever it still says is true.
+            held = twin._held(asked, index)
+            assert told.left_s is None or told.left_s in twin.own(asked, index)
+            if told.is_other_domain:
+                assert any(namespace == asked.namespace for namespace, _ in held)
+            if told.other_namespace is not None:
+                assert told.other_namespace in {namespace for namespace, _ in held}
+
+
+def num_remembered(history: History) -> int:
+    """Blocks on the edges, counted one by one."""
+    return sum(len(node.edge) // history._block_bytes for node in history._nodes())
+
+
+def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:
+    history = History(1, max_blocks=16)
+    for now in range(17):
+        history.published(NAMESPACE, ALICE, tokens(chr(65 + now)), 0, 1, float(now))
+
+    known = [
+        history.past(NAMESPACE, BOB, tokens(chr(65 + now)), 0, 1)[0].past
+        for now in range(17)
+    ]
+    # 17 are too many, so 14 (seven eighths of 16) stay, the last ones.
+    assert known == [Past()] * 3 + [Past(is_other_domain=True)] * 14
+
+
+def test_a_parent_is_remembered_as_long_as_a_child_is() -> None:
+    history = History(1, max_blocks=8)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2, 0.0)
+    history.published(NAMESPACE, BOB, tokens("ac"), 0, 2, 1.0)
+    for now in range(2, 12):
+        # The root of both is as old as time; one child is kept fresh.
+        history.published(NAMESPACE, ALICE, tokens("ab"), 1, 2, float(now))
+        history.published(NAMESPACE, BOB, tokens(chr(77 + now)), 0, 1, float(now))
+
+    found = history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2)
+    assert found == [PastRun(2, Past(left_s=math.inf))]
+
+
+def test_a_prefix_that_grows_block_by_block_stays_one_node() -> None:
+    history = History(1)
+    text = "abcdefghij"
+    for stop in range(1, 11):
+        history.published(NAMESPACE, ALICE, tokens(text[:stop]), stop - 1, stop, 1.0)
+
+    assert len(list(history._nodes())) == 1
+    (node,) = history._nodes()
+    assert node.gone[NAMESPACE, ALICE] == array("d", [math.inf] * 10)
+
+
+def test_a_block_that_came_back_has_not_left() -> None:
+    history = History(1)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2, 1.0)
+    history.left(NAMESPACE, ALICE, tokens("ab"), 0, 2, 2.0)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 1, 3.0)
+
+    assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [
+        PastRun(1, Past(left_s=math.inf)),
+        PastRun(1, Past(left_s=2.0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "holder, expected",
+    [
+        ((NAMESPACE, ALICE), Past(left_s=math.inf)),
+        ((NAMESPACE, PUBLIC), Past(left_s=math.inf)),
+        ((NAMESPACE, BOB), Past(is_other_domain=True)),
+        ((NAMESPACE, CREW), Past(is_other_domain=True)),
+        ((OTHER_NAMESPACE, ALICE), Past(other_namespace=OTHER_NAMESPACE)),
+        ((OTHER_NAMESPACE, PUBLIC), Past(other_namespace=OTHER_NAMESPACE)),
+    ],
+    ids=["own", "public", "other", "group-of-that-name", "namespace", "its-public"],
+)
+def test_who_held_it_decides_what_alice_is_told(
+    holder: tuple[bytes, Domain], expected: Past
+) -> None:
+    history = History(1)
+    history.published(*holder, tokens("a"), 0, 1, 1.0)
+
+    assert history.past(NAMESPACE, ALICE, tokens("a"), 0, 1) == [PastRun(1, expected)]
