@@ -20,6 +20,7 @@ from stemkv.cli import calibrate
 from stemkv.cli.calibrate import (
     Arrival,
     CalibrateOptions,
+    OwnClock,
     Speed,
     make_workload,
     run_calibrate,
@@ -76,6 +77,20 @@ def test_options_that_mean_nothing_are_refused(field: str, value: float) -> None
         CalibrateOptions(**{field: value})
 
 
+def test_own_time_of_several_threads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="own time of 2 threads"):
+        CalibrateOptions(is_own_time=True, num_threads=2)
+
+
+def test_waiting_on_the_own_clock_takes_no_time_and_counts() -> None:
+    clock = OwnClock()
+    start = clock.now()
+
+    clock.wait(1e6)
+
+    assert clock.now() - start >= 1e6
+
+
 def run(
     tmp_path: Path, options: CalibrateOptions
 ) -> tuple[bool, str, dict[str, Any], Path]:
@@ -91,7 +106,7 @@ def run(
     return is_equal, text.getvalue(), json.loads(json_file.read_text()), out
 
 
-OPTIONS = CalibrateOptions(seconds=1.0, num_threads=1, kv_tokens=2048)
+OPTIONS = CalibrateOptions(seconds=1.0, num_threads=1, kv_tokens=2048, is_own_time=True)
 
 
 def test_a_tiny_model_is_calibrated_and_its_logs_are_repeated(tmp_path: Path) -> None:
@@ -167,6 +182,7 @@ def test_the_command_prints_json_alone_and_writes_a_cost(tmp_path: Path) -> None
             "--seconds=8",
             f"--out={out}",
             "--json=-",
+            "--own-time",
         ],
         capture_output=True,
         text=True,

@@ -21,6 +21,7 @@ from stemkv.cli.options import (
     ThreadsOption,
     errors_explained,
 )
+from stemkv.cli.trace_commands import export, replay, sweep
 
 __all__ = ["app"]
 
@@ -34,6 +35,8 @@ app = typer.Typer(
 )
 
 app.add_typer(audit, name="audit")
+for command in (replay, sweep, export):
+    app.command()(command)
 
 
 @app.callback()
@@ -206,6 +209,13 @@ def calibrate(
     watts: Annotated[
         float, typer.Option(help="Assumed under load, where there is no meter.")
     ] = 65.0,
+    own_time: Annotated[
+        bool,
+        typer.Option(
+            "--own-time",
+            help="Go by this process's CPU time, for machines that others use too.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the cost for `stemkv replay --cost`.")
     ] = None,
@@ -230,8 +240,74 @@ def calibrate(
             seconds=seconds,
             kv_tokens=kv_tokens,
             assumed_watts=watts,
+            is_own_time=own_time,
         )
         loaded = load_with_progress(console, model, dtype)
         is_equal = run_calibrate(console, loaded, options, out=out, json_file=json_file)
     if not is_equal:
         raise typer.Exit(1)
+
+
+@app.command()
+def value(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name or config.json [default: llama-3.1-8b]."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What the model runs on [default: h100].")
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(help="Costs by `stemkv calibrate` instead of model and device."),
+    ] = None,
+    prefix_tokens: Annotated[
+        int, typer.Option(help="Tokens that requests have in common.")
+    ] = 12_000,
+    share: Annotated[
+        float, typer.Option(help="Of requests that begin with them, 0 to 1.")
+    ] = 0.4,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For KV [default: 24GiB, or what the device leaves]."),
+    ] = None,
+    tenants: Annotated[int, typer.Option(help="Who ask, all equally often.")] = 4,
+    requests: Annotated[int, typer.Option(help="In each of some 35 replays.")] = 300,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests/s, repeatable [default: light load to overload]."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    slo_ttft: Annotated[float, typer.Option(help="Limit of TTFT, seconds.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Limit of TPOT, seconds.")] = 0.1,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a page to this file.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write JSON to this file; - is standard output."),
+    ] = None,
+) -> None:
+    """Is it worth keeping one prefix: what it saves, displaces and delays.
+
+    Example: stemkv value --share 0.1 --memory 6GiB --html value.html
+    """
+    with errors_explained():
+        from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.value import ValueOptions, run_value
+
+        options = ValueOptions(
+            deployment=DeploymentOptions(model=model, device=device, cost=cost),
+            prefix_tokens=prefix_tokens,
+            share=share,
+            memory=memory,
+            num_tenants=tenants,
+            num_requests=requests,
+            rates=tuple(rate or ()),
+            seed=seed,
+            slo_ttft_s=slo_ttft,
+            slo_tpot_s=slo_tpot,
+        )
+        code = run_value(options, html_file=html_file, json_file=json_file)
+    if code:
+        raise typer.Exit(code)

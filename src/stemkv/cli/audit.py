@@ -19,11 +19,9 @@ from rich.table import Table as RichTable
 from stemkv.audit.verdict import AuditReport, Table, Verdict
 from stemkv.engine import LoadedModel
 from stemkv.engine.threads import default_num_threads
-from stemkv.errors import ConfigError
 from stemkv.report import Page, Section
 
 __all__ = [
-    "check_writable",
     "exit_code",
     "show_report",
     "with_progress",
@@ -72,16 +70,6 @@ def with_progress(
         report = run(loaded, show)
     console.print(f"audit {report.name} took {time.monotonic() - start:.1f} s")
     return report
-
-
-def check_writable(file: Path | None) -> None:
-    """Raise `ConfigError` if a report could not be written there."""
-    if file is None or file == Path("-"):
-        return
-    if file.is_dir():
-        raise ConfigError(f"{file} is a folder; name a file to write")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{file} cannot be written: its folder does not exist")
 
 
 def show_report(report: AuditReport) -> None:

@@ -176,13 +176,13 @@ def _run(
         from rich.console import Console
 
         from stemkv.cli.audit import (
-            check_writable,
             exit_code,
             show_report,
             with_progress,
             write_reports,
         )
         from stemkv.cli.loading import load_with_progress
+        from stemkv.cli.outputs import check_writable
         from stemkv.engine import EngineConfig
 
         # What is wrong with the call shows now and not after minutes of work.

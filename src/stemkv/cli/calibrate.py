@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,6 +27,7 @@ from stemkv.core.tokens import TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.energy import EnergyMeter, open_meter
 from stemkv.engine.recorder import StepRecorder
+from stemkv.engine.threads import default_num_threads
 from stemkv.errors import ConfigError
 from stemkv.measure.steplog import StepLog, read_step_log
 from stemkv.measure.timeline import percentile
@@ -41,7 +42,16 @@ from stemkv.sim.fit import (
 )
 from stemkv.sim.model_shape import shape_of
 
-__all__ = ["Arrival", "CalibrateOptions", "Speed", "make_workload", "run_calibrate"]
+__all__ = [
+    "Arrival",
+    "CalibrateOptions",
+    "Clock",
+    "OwnClock",
+    "Speed",
+    "WallClock",
+    "make_workload",
+    "run_calibrate",
+]
 
 _WARM_UP_TOKENS = 256
 _TOKEN_BUDGETS = (512, 128)  # of the run to fit and of the other
@@ -62,6 +72,7 @@ class CalibrateOptions:
     seconds: float = 35.0  # of work in each run
     kv_tokens: int = 16384
     assumed_watts: float = 65.0  # under load, where there is no meter
+    is_own_time: bool = False  # see `OwnClock`
 
     def __post_init__(self) -> None:
         for name in ("seconds", "kv_tokens", "assumed_watts"):
@@ -69,6 +80,52 @@ class CalibrateOptions:
                 raise ConfigError(
                     f"{name} must be above 0 and finite, got {getattr(self, name)}"
                 )
+        num_threads = self.num_threads or default_num_threads()
+        if self.is_own_time and num_threads > 1:
+            raise ConfigError(
+                f"own time of {num_threads} threads is no duration: each adds its own; "
+                f"use 1 thread, or the time on the wall"
+            )
+
+
+class Clock(Protocol):
+    """What the open loop and the engine go by, seconds."""
+
+    def now(self) -> float:
+        """Return the time; never goes back."""
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass."""
+
+
+class WallClock:
+    """The time that users see."""
+
+    def now(self) -> float:
+        """Return the time since some moment before."""
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+
+class OwnClock:
+    """The processor time of this process, and what was waited.
+
+    On a machine that others use too, it tells what the engine takes when it is alone.
+    """
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def now(self) -> float:
+        """Return the time this process has computed or waited."""
+        return time.process_time() + self._waited_s
+
+    def wait(self, seconds: float) -> None:
+        """Count the time as passed; nobody has to sit through it."""
+        self._waited_s += seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +217,12 @@ def run_calibrate(
         assumed_watts=options.assumed_watts,
         measured_watts=watts,
     )
-    threads = options.num_threads
-    where = "default threads" if threads is None else f"{threads} thread(s)"
-    source = f"{loaded.name} on this machine's CPU, {where}, {options.numerics}"
+    num_threads = options.num_threads or default_num_threads()
+    seconds = "own time" if options.is_own_time else "time on the wall"
+    source = (
+        f"{loaded.name} on this machine's CPU, {num_threads} thread(s), "
+        f"{options.numerics}, {seconds}"
+    )
     fit = fit_cost(timed_steps(first), facts, source=source)
     second, _ = _record(console, loaded, options, None, is_first=False)
     report = _report(fit, first, second, meter)
@@ -208,19 +268,22 @@ def _record(
         f"({1 / speed.prefill_token_s:.0f} prefill tokens/s, measured)"
     )
     file = io.StringIO()
+    clock: Clock = OwnClock() if options.is_own_time else WallClock()
     engine = _make_engine(
         loaded,
         options,
+        clock,
         token_budget=_TOKEN_BUDGETS[0 if is_first else 1],
         recorder=StepRecorder(file, model=loaded.name),
     )
-    watts = _play(console, engine, arrivals, meter, title)
+    watts = _play(console, engine, arrivals, clock, meter, title)
     return read_step_log(file.getvalue().splitlines(), file=f"run {title}"), watts
 
 
 def _make_engine(
     loaded: LoadedModel,
     options: CalibrateOptions,
+    clock: Clock,
     *,
     token_budget: int,
     recorder: StepRecorder | None = None,
@@ -232,12 +295,13 @@ def _make_engine(
         num_threads=options.num_threads,
         runs_self_test=False,  # about times, not about bits
     )
-    return Engine(loaded, config, recorder=recorder)
+    return Engine(loaded, config, clock=clock.now, recorder=recorder)
 
 
 def _warm_up(loaded: LoadedModel, options: CalibrateOptions) -> Speed:
     """Return measured speeds; kernels and memory are warm then."""
-    engine = _make_engine(loaded, options, token_budget=_TOKEN_BUDGETS[0])
+    clock: Clock = OwnClock() if options.is_own_time else WallClock()
+    engine = _make_engine(loaded, options, clock, token_budget=_TOKEN_BUDGETS[0])
     length = min(_WARM_UP_TOKENS, loaded.context_length // 2, options.kv_tokens // 2)
     for index in range(3):
         prompt = TokenIds.from_ids([(7 * i + index) % 100 for i in range(length)])
@@ -254,6 +318,7 @@ def _play(
     console: Console,
     engine: Engine,
     arrivals: Sequence[Arrival],
+    clock: Clock,
     meter: EnergyMeter | None,
     title: str,
 ) -> float | None:
@@ -261,15 +326,15 @@ def _play(
     waiting = list(reversed(arrivals))
     joules = seconds = 0.0
     num_ended = 0
-    start = time.monotonic()
+    start = clock.now()
     with _progress(console) as progress:
         task = progress.add_task(title, total=len(arrivals))
         while waiting or engine.has_work:
-            now = time.monotonic() - start
+            now = clock.now() - start
             while waiting and waiting[-1].at_s <= now:
                 _add(engine, waiting.pop(), start)
             if not engine.has_work:
-                time.sleep(waiting[-1].at_s - now)
+                clock.wait(waiting[-1].at_s - now)
                 continue
             if meter is None:
                 num_ended += len(engine.step())

@@ -1,7 +1,6 @@
 """From the words of a command line to costs and blocks: model, device, memory.
 
-Owns the options that describe a deployment, and which of them go together. What models
-and devices are is `sim.catalogue`'s.
+Owns which options go together and what they mean. Figures are `sim.catalogue`'s.
 """
 
 from __future__ import annotations
@@ -9,59 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.pricing import memory_left, num_blocks, parse_memory, roofline
 
-__all__ = [
-    "BlockSizeOption",
-    "BudgetOption",
-    "CostOption",
-    "Deployment",
-    "DeploymentOptions",
-    "DeviceOption",
-    "DevicesOption",
-    "KvDtypeOption",
-    "MaxRunningOption",
-    "ModelNameOption",
-    "ReplicasOption",
-    "RoutingOption",
-    "WeightDtypeOption",
-    "deploy",
-]
-
-ModelNameOption = Annotated[
-    str | None,
-    typer.Option("--model", help="Name or config.json [default: llama-3.1-8b]."),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="What the model runs on [default: h100].")
-]
-DevicesOption = Annotated[
-    int, typer.Option("--devices", help="Devices of one replica, tensor-parallel.")
-]
-KvDtypeOption = Annotated[
-    str | None, typer.Option(help="bf16, fp16 or fp8 [default: bf16].")
-]
-WeightDtypeOption = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp8 or mxfp4 [default: as published].")
-]
-CostOption = Annotated[
-    Path | None,
-    typer.Option("--cost", help="Costs by `stemkv calibrate` instead of a model."),
-]
-BlockSizeOption = Annotated[int, typer.Option(help="Tokens per block.")]
-BudgetOption = Annotated[int, typer.Option(help="Most tokens in one step.")]
-MaxRunningOption = Annotated[int, typer.Option(help="Most requests in one step.")]
-ReplicasOption = Annotated[int, typer.Option("--replicas", help="Equal engines.")]
-RoutingOption = Annotated[
-    str, typer.Option(help="Of replicas: round_robin, session or prefix.")
-]
+__all__ = ["Deployment", "DeploymentOptions", "deploy"]
 
 _MODEL, _DEVICE, _KV_DTYPE = "llama-3.1-8b", "h100", "bf16"
 

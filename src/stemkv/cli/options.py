@@ -39,8 +39,11 @@ JsonOption = Annotated[
 
 
 @contextmanager
-def errors_explained() -> Iterator[None]:
-    """Print what StemKV or a missing extra says, without a traceback."""
+def errors_explained(extras: str = "cli,engine") -> Iterator[None]:
+    """Print what StemKV or a missing extra says, without a traceback.
+
+    `extras` are those that the command needs.
+    """
     try:
         yield
     except StemKVError as error:
@@ -50,7 +53,7 @@ def errors_explained() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("stemkv"):
             raise
-        _fail(f"{error.name} is missing; install: pip install 'stemkv[cli,engine]'")
+        _fail(f"{error.name} is missing; install: pip install 'stemkv[{extras}]'")
 
 
 def _fail(message: str) -> None:

@@ -27,13 +27,16 @@ __all__ = [
     "Counter",
     "PeoplesConsole",
     "check_writable",
+    "closed_quietly",
     "counted",
     "print_section",
+    "say",
     "write_text",
 ]
 
 STDOUT = Path("-")
 _WIDTH = 110  # characters, where nobody's terminal has one
+_LEAST_WIDTH = 12  # of a column of words, which are folded
 
 
 class PeoplesConsole(Console):
@@ -59,9 +62,16 @@ def write_text(text: str, file: Path) -> None:
     if file != STDOUT:
         file.write_text(text, encoding="utf-8")
         return
-    try:
+    with closed_quietly():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def closed_quietly() -> Iterator[None]:
+    """Take it for the end, and not for an error, that a reader goes away."""
+    try:
+        yield
     except BrokenPipeError:
         _close(sys.stdout)
 
@@ -74,6 +84,11 @@ def check_writable(file: Path | None) -> None:
         raise ConfigError(f"{file} is a folder; name a file to write")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"{file} cannot be written: its folder does not exist")
+
+
+def say(text: str) -> None:
+    """Tell people what happened, on standard error, in one line."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Counter(Protocol):
@@ -103,22 +118,24 @@ def counted(what: str, unit: str) -> Iterator[Counter]:
 
 
 def print_section(console: Console, section: Section) -> None:
-    """Print a table; rows without a number are text."""
+    """Print a table as it is on a page, its note below."""
     label = f" ({section.label})" if section.label else ""
     table = Table(title=f"{escape(section.title)}{label}", title_justify="left")
+    rows = [[_cell(cell) for cell in row] for row in section.rows]
     for index, column in enumerate(section.columns):
-        cells = [row[index] for row in section.rows]
-        is_number = any(isinstance(cell, int | float) for cell in cells)
+        is_number = any(isinstance(row[index], int | float) for row in section.rows)
+        longest = max((len(row[index]) for row in rows), default=0)
         # A number that is cut short would be another number.
         table.add_column(
             escape(column),
             justify="right" if is_number else "left",
-            no_wrap=is_number,
+            min_width=longest if is_number else min(longest, _LEAST_WIDTH),
             overflow="fold",
         )
-    for row in section.rows:
-        table.add_row(*map(_cell, row))
-    console.print(table)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    # Where there is no room, lines go on in the next one; nothing is cut off.
+    console.print(table, crop=False)
     if section.note:
         console.print(section.note, markup=False, style="dim")
 
@@ -128,7 +145,7 @@ def _cell(cell: str | int | float | None) -> str:
         case None:
             return ""
         case str():
-            return escape(cell)
+            return cell
         case int():
             return f"{cell:,}"
         case _:

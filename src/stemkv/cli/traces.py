@@ -1,16 +1,12 @@
 """From the words of a command line to a trace: a file, a pipe, or made-up requests.
 
-Owns the options that say what is replayed, and which of them go together. Formats and
-generators are `sim`'s.
+Owns which options go together and what they mean. Formats and generators are `sim`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
 
 from stemkv.cli.outputs import counted
 from stemkv.errors import ConfigError
@@ -18,51 +14,7 @@ from stemkv.sim.formats import read_trace
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
 
-__all__ = [
-    "FormatOption",
-    "LimitOption",
-    "MapOption",
-    "RequestsOption",
-    "StrictOption",
-    "TokensOption",
-    "TraceArgument",
-    "TraceOptions",
-    "WorkloadOption",
-    "load_trace",
-    "parse_map",
-]
-
-TraceArgument = Annotated[
-    str | None,
-    typer.Argument(help="Trace or log, also .gz or .zst; - is standard input."),
-]
-FormatOption = Annotated[
-    str | None,
-    typer.Option("--format", help="Of the trace [default: told by its first records]."),
-]
-MapOption = Annotated[
-    list[str] | None,
-    typer.Option("--map", help="ROLE=PATH, as in tenant=metadata.team; repeatable."),
-]
-TokensOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Text to tokens: words, chars4 or a tokenizer.json [default: chars4]."
-    ),
-]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first bad line.")
-]
-LimitOption = Annotated[
-    int | None, typer.Option(help="Read no more than so many requests.")
-]
-WorkloadOption = Annotated[
-    str | None,
-    typer.Option(help="Replay made-up requests of this kind instead of a trace."),
-]
-RequestsOption = Annotated[
-    int | None, typer.Option(help="Of a workload [default: 1000].")
-]
+__all__ = ["TraceOptions", "load_trace", "parse_map"]
 
 _NUM_REQUESTS = 1_000
 

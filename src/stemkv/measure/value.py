@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stemkv.measure.results import (
     GIB,
@@ -97,7 +97,6 @@ class ValueRun:
     stall_s: float
     # Who held the memory at those moments, on average; NaN without stalls.
     stall_active_gib: float
-    stall_shared_gib: float  # of the active: published, and on somebody's lease
     stall_cached_gib: float  # idle: could be evicted at once, and still not enough
     # What was ever hit, while nobody and while somebody used it. `None` where there
     # are too many pieces for the replay to list them all.
@@ -166,9 +165,8 @@ class LoadPoint:
     isolated: ValueRun
     shared: ValueRun
 
-    @property
     def runs(self) -> tuple[ValueRun, ...]:
-        """All three, the least reuse first."""
+        """Return all three, the least reuse first."""
         return (self.off, self.isolated, self.shared)
 
 
@@ -190,7 +188,8 @@ class BreakEven:
     one_off_rate: float  # requests a second through it
     # Through what the prefix leaves; `None` if that cannot hold the longest of them.
     displaced_rate: float | None
-    prefix: KeptPrefix
+    prefix_gib: float
+    prefill_s: float  # of the prefix
 
     @property
     def lost_share(self) -> float:
@@ -202,16 +201,16 @@ class BreakEven:
     @property
     def active_s_per_gib_s(self) -> float:
         """Seconds of work that a GiB-second carries as active KV, at the margin."""
-        return self.lost_share / self.prefix.gib
+        return self.lost_share / self.prefix_gib
 
     @property
     def share(self) -> float:
         """Smallest share that saves as much as it costs; above 1: no share does."""
-        return self.lost_share / (self.one_off_rate * self.prefix.prefill_s)
+        return self.lost_share / (self.one_off_rate * self.prefill_s)
 
     def kept_s_per_gib_s(self, share: float) -> float:
         """Return seconds saved per GiB-second of the prefix, never evicted."""
-        return share * self.one_off_rate * self.prefix.prefill_s / self.prefix.gib
+        return share * self.one_off_rate * self.prefill_s / self.prefix_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +223,8 @@ class MemoryPoint:
     shared: ValueRun
     break_even: BreakEven
 
-    @property
     def runs(self) -> tuple[ValueRun, ...]:
-        """All three, the least reuse first."""
+        """Return all three, the least reuse first."""
         return (self.off, self.isolated, self.shared)
 
 
@@ -243,11 +241,10 @@ class ValueResult:
     mix: Mix
     capacity: LoadPoint  # everybody arrives at once; its `rate` is infinite
     loads: tuple[LoadPoint, ...]  # ascending
-    memories: tuple[MemoryPoint, ...]  # descending, at the rate of `pivot`
+    memories: tuple[MemoryPoint, ...]  # descending, at the rate of `pivot()`
 
-    @property
     def pivot(self) -> LoadPoint:
-        """The load nearest to what all memory serves with reuse off."""
+        """Return the load nearest to what all memory serves with reuse off."""
         return min(self.loads, key=lambda point: (abs(point.load - 1), point.load))
 
     @property
@@ -300,8 +297,8 @@ def value_run(result: ReplayResult, *, reuse: str) -> ValueRun:
         hit_rate=result.tokens.hit_rate,
         saved_s=result.saved.seconds,
         saved_joules=result.saved.joules,
-        ttft=latencies.get("TTFT"),
-        tpot=latencies.get("TPOT"),
+        ttft=_without_picture(latencies.get("TTFT")),
+        tpot=_without_picture(latencies.get("TPOT")),
         goodput_rps=result.goodput_rps,
         goodput_share=result.goodput_share,
         mean_running=_over(math.fsum(_spans(ran)), result.end_s),
@@ -316,7 +313,6 @@ def value_run(result: ReplayResult, *, reuse: str) -> ValueRun:
         num_stalls=result.num_stalls,
         stall_s=result.stall_s,
         stall_active_gib=gib(result.stall_active_blocks),
-        stall_shared_gib=gib(result.stall_shared_blocks),
         stall_cached_gib=gib(result.stall_cached_blocks),
         idle_gib_s=(
             math.fsum(prefix.retained_gib_s for prefix in hit) if is_complete else None
@@ -325,6 +321,10 @@ def value_run(result: ReplayResult, *, reuse: str) -> ValueRun:
             math.fsum(prefix.active_gib_s for prefix in hit) if is_complete else None
         ),
     )
+
+
+def _without_picture(summary: LatencySummary | None) -> LatencySummary | None:
+    return None if summary is None else replace(summary, distribution=())
 
 
 def _copies(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stemkv.core.cost import CostModel, FittedCost
+from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError, InvariantError
 from stemkv.measure.results import GIB, Source
 from stemkv.measure.value import (
@@ -147,9 +147,7 @@ class _Study:
             config=self._settings(),
             cost_source=costs.source,
             mix_source=Source.EXACT,
-            time_source=(
-                Source.MEASURED if isinstance(costs, FittedCost) else Source.ESTIMATED
-            ),
+            time_source=Source.ESTIMATED,
             num_tenants=config.num_tenants,
             prefix=self._prefix,
             mix=_mix_facts(self._trace, config, self._prefix),
@@ -157,7 +155,7 @@ class _Study:
             loads=tuple(self._load(rate, most) for rate in rates),
             memories=(),
         )
-        memories = tuple(self._memory(size, result.pivot) for size in self._memories)
+        memories = tuple(self._memory(size, result.pivot()) for size in self._memories)
         return dataclasses.replace(result, memories=memories)
 
     def _load(self, rate: float, most: float) -> LoadPoint:
@@ -168,7 +166,7 @@ class _Study:
 
     def _memory(self, num_blocks: int, pivot: LoadPoint) -> MemoryPoint:
         if num_blocks == self._num_blocks:
-            off, isolated, shared = pivot.runs
+            off, isolated, shared = pivot.runs()
         else:
             off, isolated, shared = self._three(pivot.rate, num_blocks)
         return MemoryPoint(
@@ -191,7 +189,8 @@ class _Study:
             gib=whole.gib,
             one_off_rate=whole.requests_per_s,
             displaced_rate=None if displaced is None else displaced.requests_per_s,
-            prefix=self._prefix,
+            prefix_gib=self._prefix.gib,
+            prefill_s=self._prefix.prefill_s,
         )
 
     def _three(self, rate: float, num_blocks: int) -> list[ValueRun]:

@@ -1,0 +1,251 @@
+"""`stemkv replay`: a trace through the real core, for people and for scripts.
+
+Owns the order of things: check the call, read, replay, study, write, print, judge.
+Numbers are `sim`'s, pages `report`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.outputs import (
+    STDOUT,
+    PeoplesConsole,
+    check_writable,
+    counted,
+    say,
+    write_text,
+)
+from stemkv.cli.sequence import SequenceReport, print_sequence, sequence_page
+from stemkv.cli.summary import print_findings, print_replay
+from stemkv.cli.thresholds import (
+    CLOCKLESS_NUMBERS,
+    NUMBERS,
+    Threshold,
+    exit_code,
+    judge,
+    numbers_of,
+    numbers_of_sequence,
+    parse_thresholds,
+)
+from stemkv.cli.traces import TraceOptions, load_trace
+from stemkv.errors import ConfigError
+from stemkv.measure.results import GIB, ReplayResult, to_json
+from stemkv.report.replay import replay_page
+from stemkv.sim.config import ReplayConfig
+from stemkv.sim.curves import Study, study, units_in, with_study
+from stemkv.sim.outcome import trace_facts
+from stemkv.sim.policies import eviction_named
+from stemkv.sim.replay import replay
+from stemkv.sim.sequence import replay_sequence
+from stemkv.sim.trace import Trace
+
+__all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "run_replay"]
+
+_INCONCLUSIVE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """What `--demo` replays unless told otherwise: isolation that costs something.
+
+    Memory holds the shared prefix twice with little room beside it, and three tenants
+    each need it.
+    """
+
+    workload: str = "worked-example"
+    num_requests: int = 600
+    num_tenants: int = 3
+    rate: float = 2.0  # requests per second; an H100 is nearly busy with it
+    memory: str = "4GiB"
+    slo_ttft_s: float = 1.0
+    slo_tpot_s: float = 0.05
+    html: Path = Path("stemkv-replay.html")
+
+
+DEMO: Final = Demo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Files to write; `-` as JSON is standard output."""
+
+    html: Path | None = None
+    json: Path | None = None
+    parquet: Path | None = None
+    timeline: Path | None = None
+
+    def __post_init__(self) -> None:
+        for file in (self.html, self.parquet, self.timeline):
+            if file == STDOUT:
+                raise ConfigError("only --json can be written to standard output")
+        for file in (self.html, self.json, self.parquet, self.timeline):
+            check_writable(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """A replay as it was asked for."""
+
+    trace: TraceOptions
+    workload_rate: float = 1.0  # requests per second, of a workload
+    num_tenants: int | None = None  # of a workload
+    deployment: DeploymentOptions
+    memory: str | None = None
+    num_blocks: int | None = None
+    config: ReplayConfig  # its num_blocks follow from the above
+    has_clock: bool = True
+    has_curves: bool = True
+    outputs: Outputs
+    fail_on: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.has_clock:
+            return
+        needs_clock = {
+            "--parquet": self.outputs.parquet is not None,
+            "--timeline": self.outputs.timeline is not None,
+            "--replicas": self.config.num_replicas != 1,
+        }
+        for name, is_given in needs_clock.items():
+            if is_given:
+                raise ConfigError(f"{name} needs the clock; drop --no-clock")
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Replay, write and print; return the exit code."""
+    # What is wrong with the call shows now and not after minutes of work.
+    names = NUMBERS if options.has_clock else CLOCKLESS_NUMBERS
+    thresholds = parse_thresholds(options.fail_on, names)
+    deployment = deploy(options.deployment)
+    config = replace(options.config, num_blocks=_num_blocks(options, deployment))
+    console = PeoplesConsole(json_file=options.outputs.json)
+    trace = load_trace(
+        options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
+    )
+    run = _run_timed if options.has_clock else _run_sequence
+    return run(console, trace, config, deployment, options, thresholds)
+
+
+def _num_blocks(options: ReplayOptions, deployment: Deployment) -> int:
+    given = deployment.blocks_of(
+        [] if options.memory is None else [options.memory],
+        [] if options.num_blocks is None else [options.num_blocks],
+    )
+    return (given or deployment.blocks_left(1.0))[0]
+
+
+def _run_timed(
+    console: Console,
+    trace: Trace,
+    config: ReplayConfig,
+    deployment: Deployment,
+    options: ReplayOptions,
+    thresholds: Sequence[Threshold],
+) -> int:
+    with counted("replaying", "requests") as progress:
+        result = replay(trace, config, deployment.costs, progress=progress)
+    if options.has_curves:
+        found = _study(trace, config, deployment)
+        result = with_study(result, found)
+    page = replay_page(result)
+    outputs = options.outputs
+    if outputs.html is not None:
+        _write(page.render(), outputs.html)
+    _write_details(result, outputs)
+    if outputs.json is not None:
+        _write(to_json(result, schema="stemkv.replay/1"), outputs.json)
+    print_replay(console, result, page)
+    findings = judge(thresholds, numbers_of(result), trace)
+    print_findings(console, findings)
+    code = exit_code(findings)
+    if not result.num_finished and code == 0:
+        console.print("inconclusive: no request finished", style="bold yellow")
+        return _INCONCLUSIVE
+    return code
+
+
+def _run_sequence(
+    console: Console,
+    trace: Trace,
+    config: ReplayConfig,
+    deployment: Deployment,
+    options: ReplayOptions,
+    thresholds: Sequence[Threshold],
+) -> int:
+    with counted("replaying", "requests") as progress:
+        sequence = replay_sequence(
+            trace,
+            num_blocks=units_in(trace, config.num_blocks, config.block_size),
+            rule=config.sharing,
+            policy=eviction_named(config.eviction),
+            cost=deployment.costs,
+            progress=progress,
+        )
+    none = Study(curves=(), bounds=())
+    found = _study(trace, config, deployment) if options.has_curves else none
+    block_bytes = config.block_size * deployment.costs.bytes_per_token
+    gib = config.num_blocks * block_bytes / GIB
+    report = SequenceReport(
+        trace=trace_facts(trace),
+        config={
+            "num_blocks": config.num_blocks,
+            "block_size": config.block_size,
+            "memory_gib": gib,
+            "eviction": config.eviction,
+            "sharing": config.sharing.name,
+            "public_min_tenants": config.sharing.public_min_tenants,
+        },
+        cost_source=deployment.costs.source,
+        num_blocks=config.num_blocks,
+        gib=gib,
+        sequence=sequence,
+        curves=found.curves,
+        bounds=found.bounds,
+    )
+    page = sequence_page(report)
+    outputs = options.outputs
+    if outputs.html is not None:
+        _write(page.render(), outputs.html)
+    if outputs.json is not None:
+        _write(to_json(report, schema="stemkv.sequence/1"), outputs.json)
+    print_sequence(console, report, page)
+    findings = judge(thresholds, numbers_of_sequence(sequence, trace), trace)
+    print_findings(console, findings)
+    return exit_code(findings)
+
+
+def _study(trace: Trace, config: ReplayConfig, deployment: Deployment) -> Study:
+    with Console(stderr=True).status("curves and bounds"):
+        return study(
+            trace,
+            config.sharing,
+            deployment.costs,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_replicas=config.num_replicas,
+        )
+
+
+def _write_details(result: ReplayResult, outputs: Outputs) -> None:
+    if outputs.parquet is not None:
+        from stemkv.report.parquet import write_requests
+
+        write_requests(result.requests, outputs.parquet)
+        say(f"wrote {outputs.parquet}")
+    if outputs.timeline is not None:
+        from stemkv.report.perfetto import trace_events
+
+        _write(trace_events(result), outputs.timeline)
+
+
+def _write(text: str, file: Path) -> None:
+    write_text(text, file)
+    if file != STDOUT:
+        say(f"wrote {file}")

@@ -1,0 +1,195 @@
+"""`stemkv sweep`: one trace under every combination of sizes and policies.
+
+Owns reading the lists, the order of things, and the table. Replays are `sim.sweep`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stemkv.cli.deployment import DeploymentOptions, deploy
+from stemkv.cli.outputs import (
+    STDOUT,
+    PeoplesConsole,
+    counted,
+    print_section,
+    say,
+    write_text,
+)
+from stemkv.cli.replay import Outputs
+from stemkv.cli.summary import print_notes, print_sentences
+from stemkv.cli.traces import TraceOptions, load_trace
+from stemkv.errors import ConfigError
+from stemkv.measure.results import SweepCell, SweepResult, to_json
+from stemkv.report import Section
+from stemkv.report.sweep import sweep_page
+from stemkv.report.wording import per_cent
+from stemkv.sim.config import ReplayConfig
+from stemkv.sim.curves import lru_curves, units_in
+from stemkv.sim.outcome import trace_facts
+from stemkv.sim.sweep import Grid, sweep, timed_cell, untimed_cell
+
+__all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
+
+_SHARES_LEFT = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the memory that the device leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """A sweep as it was asked for."""
+
+    trace: TraceOptions
+    workload_rate: float = 1.0  # requests per second, of a workload
+    deployment: DeploymentOptions
+    memory: Sequence[str] = ()
+    num_blocks: Sequence[int] = ()
+    evictions: Sequence[str]
+    orders: Sequence[str]
+    sharings: Sequence[str]
+    config: ReplayConfig  # what all configurations have in common
+    has_clock: bool = True
+    num_jobs: int = 2
+    outputs: Outputs
+
+    def __post_init__(self) -> None:
+        if self.num_jobs < 1:
+            raise ConfigError(f"--jobs must be at least 1, got {self.num_jobs}")
+        if self.has_clock:
+            return
+        if len(self.orders) > 1:
+            raise ConfigError("several --order need the clock; drop --no-clock")
+        if self.config.num_replicas > 1:
+            raise ConfigError("--replicas needs the clock; drop --no-clock")
+
+
+def listed(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of a list with commas; each once."""
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise ConfigError(f"{option} has an empty entry: {text!r:.80}")
+    if len(set(words)) < len(words):
+        raise ConfigError(f"{option} has an entry twice: {text!r:.80}")
+    return words
+
+
+def numbers_listed(option: str, text: str) -> tuple[int, ...]:
+    """Return the whole numbers of a list with commas."""
+    words = listed(option, text)
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise ConfigError(f"{option} takes numbers of at least 1, got {word!r:.40}")
+    return tuple(map(int, words))
+
+
+def run_sweep(options: SweepOptions) -> None:
+    """Replay every configuration, write and print."""
+    deployment = deploy(options.deployment)
+    sizes = deployment.blocks_of(options.memory, options.num_blocks)
+    grid = Grid(
+        num_blocks=tuple(sorted({*(sizes or deployment.blocks_left(*_SHARES_LEFT))})),
+        evictions=tuple(options.evictions),
+        orders=tuple(options.orders),
+        sharings=tuple(options.sharings),
+    )
+    configs = grid.configs(options.config)
+    console = PeoplesConsole(json_file=options.outputs.json)
+    trace = load_trace(options.trace, rate=options.workload_rate)
+    if not options.has_clock:
+        for size in grid.num_blocks:
+            units_in(trace, size, options.config.block_size)
+    with counted("sweeping", "configurations") as progress:
+        progress(0, len(configs))
+        cells = sweep(
+            trace,
+            configs,
+            deployment.costs,
+            timed_cell if options.has_clock else untimed_cell,
+            num_jobs=options.num_jobs,
+            progress=progress,
+        )
+    result = SweepResult(
+        trace=trace_facts(trace),
+        config=_settings(options.config, has_clock=options.has_clock),
+        cost_source=deployment.costs.source,
+        cells=cells,
+        curves=lru_curves(
+            trace,
+            grid.rules(options.config),
+            deployment.costs,
+            sizes=grid.num_blocks,
+            block_size=options.config.block_size,
+        ),
+    )
+    page = sweep_page(result)
+    outputs = options.outputs
+    if outputs.html is not None:
+        write_text(page.render(), outputs.html)
+        say(f"wrote {outputs.html}")
+    if outputs.json is not None:
+        write_text(to_json(result, schema="stemkv.sweep/1"), outputs.json)
+        if outputs.json != STDOUT:
+            say(f"wrote {outputs.json}")
+    print_sentences(console, page)
+    print_section(console, _table(result))
+    print_notes(console, result.trace)
+
+
+def _settings(
+    config: ReplayConfig, *, has_clock: bool
+) -> dict[str, str | int | float | None]:
+    """Return what all configurations have in common."""
+    common: dict[str, str | int | float | None] = {"block_size": config.block_size}
+    if not has_clock:
+        return {**common, "clock": "none: one request after another"}
+    load = config.load
+    return {
+        **common,
+        "clock": "virtual",
+        "token_budget": config.token_budget,
+        "max_num_running": config.max_num_running,
+        "num_replicas": config.num_replicas,
+        "routing": config.routing,
+        "loop": load.loop,
+        "rate": load.rate,
+        "spread_s": load.spread_s,
+        "seed": load.seed,
+        "slo_ttft_s": config.slo_ttft_s,
+        "slo_tpot_s": config.slo_tpot_s,
+    }
+
+
+def _table(result: SweepResult) -> Section:
+    cells = result.cells
+    words = [
+        name
+        for name in ("eviction", "order", "sharing")
+        if len({getattr(cell, name) for cell in cells}) > 1
+    ]
+    columns = ["GiB", *words, "hit rate %", "saved s"]
+    is_timed = any(cell.ttft_p50_s is not None for cell in cells)
+    if is_timed:
+        columns += ["saved s per GiB·s", "TTFT p50 s", "TTFT p99 s", "worst tenant p99"]
+        if any(cell.goodput_rps is not None for cell in cells):
+            columns.append("goodput per s")
+    columns.append("evicted blocks")
+    return Section(
+        title="Configurations",
+        columns=columns,
+        rows=[_row(cell, words, columns, is_timed=is_timed) for cell in cells],
+        label="estimated" if is_timed or not result.trace.is_exact else "exact",
+    )
+
+
+def _row(
+    cell: SweepCell, words: Sequence[str], columns: Sequence[str], *, is_timed: bool
+) -> list[str | int | float | None]:
+    row: list[str | int | float | None] = [cell.gib]
+    row += [getattr(cell, name) for name in words]
+    row += [per_cent(cell.hit_rate), cell.saved_s]
+    if is_timed:
+        row += [cell.seconds_per_gib_s, cell.ttft_p50_s, cell.ttft_p99_s]
+        row.append(cell.worst_tenant_ttft_p99_s)
+        if "goodput per s" in columns:
+            row.append(cell.goodput_rps)
+    return [*row, cell.num_evicted_blocks]

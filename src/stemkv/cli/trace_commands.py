@@ -1,0 +1,354 @@
+"""The commands that take a trace.
+
+Owns their options and what these are by default. What a command does is in the module
+of its name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stemkv.cli.options import errors_explained
+from stemkv.cli.trace_options import (
+    BlockSizeOption,
+    BudgetOption,
+    ClockOption,
+    CostOption,
+    DeviceOption,
+    DevicesOption,
+    FormatOption,
+    HtmlOutput,
+    JsonOutput,
+    KvDtypeOption,
+    LimitOption,
+    LoopOption,
+    MapOption,
+    MaxRunningOption,
+    ModelNameOption,
+    RateOption,
+    ReplicasOption,
+    RequestsOption,
+    RoutingOption,
+    SeedOption,
+    SloTpotOption,
+    SloTtftOption,
+    SpreadOption,
+    StrictOption,
+    TokensOption,
+    TraceArgument,
+    WeightDtypeOption,
+    WorkloadOption,
+)
+
+__all__ = ["export", "replay", "sweep"]
+
+_EXTRAS = "cli,sim,report"
+
+
+def replay(
+    trace: TraceArgument = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Replay a made-up workload; no input.")
+    ] = False,
+    workload: WorkloadOption = None,
+    requests: RequestsOption = None,
+    format: FormatOption = None,
+    map: MapOption = None,
+    tokens: TokensOption = None,
+    strict: StrictOption = False,
+    limit: LimitOption = None,
+    model: ModelNameOption = None,
+    device: DeviceOption = None,
+    devices: DevicesOption = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="For KV, of a replica, as in 24GiB [default: what is left beside the "
+            "weights]."
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option("--blocks", help="The same as a number of blocks.")
+    ] = None,
+    kv_dtype: KvDtypeOption = None,
+    weight_dtype: WeightDtypeOption = None,
+    cost: CostOption = None,
+    block_size: BlockSizeOption = 16,
+    budget: BudgetOption = 8192,
+    max_running: MaxRunningOption = 256,
+    replicas: ReplicasOption = 1,
+    routing: RoutingOption = "round_robin",
+    eviction: Annotated[str, typer.Option(help="Which block goes: lru.")] = "lru",
+    order: Annotated[str, typer.Option(help="Who is admitted: fcfs.")] = "fcfs",
+    sharing: Annotated[
+        str, typer.Option(help="Between tenants: isolated, shared or public.")
+    ] = "isolated",
+    loop: LoopOption = "open",
+    rate: RateOption = None,
+    spread: SpreadOption = 0.0,
+    seed: SeedOption = 0,
+    slo_ttft: SloTtftOption = None,
+    slo_tpot: SloTpotOption = None,
+    clock: ClockOption = True,
+    curves: Annotated[
+        bool, typer.Option(help="Hit rates at every size, and bounds.")
+    ] = True,
+    html_file: HtmlOutput = None,
+    json_file: JsonOutput = None,
+    parquet_file: Annotated[
+        Path | None,
+        typer.Option("--parquet", help="Write the ledger, a row per request."),
+    ] = None,
+    timeline_file: Annotated[
+        Path | None,
+        typer.Option("--timeline", help="Write trace events for Perfetto."),
+    ] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME<LIMIT or NAME>LIMIT: exit 1 if met, 3 if undecided; repeatable. "
+            "Names: hit-rate, steady-hit-rate, request-hit-rate, saved-seconds, "
+            "goodput, goodput-share, skipped, refused, preemptions, stalls, "
+            "stall-seconds, evicted-blocks, regret-tokens, and ttft, tpot, itl, e2e or "
+            "queue with -mean, -p50, -p90, -p95, -p99 or -max (seconds)."
+        ),
+    ] = None,
+) -> None:
+    """What does prefix reuse save on real traffic, and where is it lost?
+
+    Example: stemkv replay trace.jsonl --memory 24GiB --fail-on 'hit-rate<30%'
+    """
+    with errors_explained(_EXTRAS):
+        from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.replay import DEMO, Outputs, ReplayOptions, run_replay
+        from stemkv.cli.traces import TraceOptions
+        from stemkv.errors import ConfigError
+        from stemkv.sim.arrivals import LoadConfig
+        from stemkv.sim.config import ReplayConfig
+        from stemkv.sim.sharing import SharingRule
+
+        if demo:
+            if trace is not None or workload is not None:
+                raise ConfigError("--demo takes no trace and no workload")
+            workload = DEMO.workload
+            requests = DEMO.num_requests if requests is None else requests
+            rate = DEMO.rate if rate is None else rate
+            memory = DEMO.memory if memory is None and blocks is None else memory
+            slo_ttft = DEMO.slo_ttft_s if slo_ttft is None else slo_ttft
+            slo_tpot = DEMO.slo_tpot_s if slo_tpot is None else slo_tpot
+            html_file = DEMO.html if html_file is None else html_file
+        rate = 1.0 if rate is None else rate
+        is_workload = workload is not None
+        options = ReplayOptions(
+            trace=TraceOptions(
+                trace=trace,
+                format=format,
+                map=tuple(map or ()),
+                tokens=tokens,
+                is_strict=strict,
+                limit=limit,
+                workload=workload,
+                num_requests=requests,
+                seed=seed,
+            ),
+            workload_rate=rate,
+            num_tenants=DEMO.num_tenants if demo else None,
+            deployment=DeploymentOptions(
+                model=model,
+                device=device,
+                num_devices=devices,
+                kv_dtype=kv_dtype,
+                weight_dtype=weight_dtype,
+                cost=cost,
+                block_size=block_size,
+            ),
+            memory=memory,
+            num_blocks=blocks,
+            config=ReplayConfig(
+                num_blocks=1,
+                block_size=block_size,
+                token_budget=budget,
+                max_num_running=max_running,
+                num_replicas=replicas,
+                routing=routing,
+                eviction=eviction,
+                order=order,
+                sharing=SharingRule(name=sharing),
+                load=LoadConfig(
+                    loop=loop,
+                    rate=1.0 if is_workload else rate,
+                    spread_s=spread,
+                    seed=seed,
+                ),
+                slo_ttft_s=slo_ttft,
+                slo_tpot_s=slo_tpot,
+            ),
+            has_clock=clock,
+            has_curves=curves,
+            outputs=Outputs(
+                html=html_file,
+                json=json_file,
+                parquet=parquet_file,
+                timeline=timeline_file,
+            ),
+            fail_on=tuple(fail_on or ()),
+        )
+        code = run_replay(options)
+    if code:
+        raise typer.Exit(code)
+
+
+def sweep(
+    trace: TraceArgument = None,
+    workload: WorkloadOption = None,
+    requests: RequestsOption = None,
+    format: FormatOption = None,
+    map: MapOption = None,
+    tokens: TokensOption = None,
+    strict: StrictOption = False,
+    limit: LimitOption = None,
+    model: ModelNameOption = None,
+    device: DeviceOption = None,
+    devices: DevicesOption = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes for KV, as in 8GiB,16GiB [default: an eighth to all of what is "
+            "left beside the weights]."
+        ),
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option("--blocks", help="The same as numbers of blocks.")
+    ] = None,
+    kv_dtype: KvDtypeOption = None,
+    weight_dtype: WeightDtypeOption = None,
+    cost: CostOption = None,
+    block_size: BlockSizeOption = 16,
+    budget: BudgetOption = 8192,
+    max_running: MaxRunningOption = 256,
+    replicas: ReplicasOption = 1,
+    routing: RoutingOption = "round_robin",
+    eviction: Annotated[str, typer.Option(help="List of: lru.")] = "lru",
+    order: Annotated[str, typer.Option(help="List of: fcfs.")] = "fcfs",
+    sharing: Annotated[
+        str, typer.Option(help="List of: isolated, shared, public.")
+    ] = "isolated,shared",
+    loop: LoopOption = "open",
+    rate: RateOption = None,
+    spread: SpreadOption = 0.0,
+    seed: SeedOption = 0,
+    slo_ttft: SloTtftOption = None,
+    slo_tpot: SloTpotOption = None,
+    clock: ClockOption = True,
+    jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+    html_file: HtmlOutput = None,
+    json_file: JsonOutput = None,
+) -> None:
+    """What would another size, policy or sharing rule do?
+
+    Example: stemkv sweep trace.jsonl --memory 8GiB,16GiB,32GiB --html sweep.html
+    """
+    with errors_explained(_EXTRAS):
+        from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.replay import Outputs
+        from stemkv.cli.sweep import SweepOptions, listed, numbers_listed, run_sweep
+        from stemkv.cli.traces import TraceOptions
+        from stemkv.sim.arrivals import LoadConfig
+        from stemkv.sim.config import ReplayConfig
+
+        rate = 1.0 if rate is None else rate
+        is_workload = workload is not None
+        options = SweepOptions(
+            trace=TraceOptions(
+                trace=trace,
+                format=format,
+                map=tuple(map or ()),
+                tokens=tokens,
+                is_strict=strict,
+                limit=limit,
+                workload=workload,
+                num_requests=requests,
+                seed=seed,
+            ),
+            workload_rate=rate,
+            deployment=DeploymentOptions(
+                model=model,
+                device=device,
+                num_devices=devices,
+                kv_dtype=kv_dtype,
+                weight_dtype=weight_dtype,
+                cost=cost,
+                block_size=block_size,
+            ),
+            memory=() if memory is None else listed("--memory", memory),
+            num_blocks=() if blocks is None else numbers_listed("--blocks", blocks),
+            evictions=listed("--eviction", eviction),
+            orders=listed("--order", order),
+            sharings=listed("--sharing", sharing),
+            config=ReplayConfig(
+                num_blocks=1,
+                block_size=block_size,
+                token_budget=budget,
+                max_num_running=max_running,
+                num_replicas=replicas,
+                routing=routing,
+                load=LoadConfig(
+                    loop=loop,
+                    rate=1.0 if is_workload else rate,
+                    spread_s=spread,
+                    seed=seed,
+                ),
+                slo_ttft_s=slo_ttft,
+                slo_tpot_s=slo_tpot,
+            ),
+            has_clock=clock,
+            num_jobs=jobs,
+            outputs=Outputs(html=html_file, json=json_file),
+        )
+        run_sweep(options)
+
+
+def export(
+    trace: TraceArgument = None,
+    out: Annotated[
+        Path, typer.Option(help="File to write; - is standard output.")
+    ] = Path("-"),
+    form: Annotated[
+        str, typer.Option("--as", help="What to write: mooncake or bailian.")
+    ] = "mooncake",
+    salt: Annotated[
+        str | None,
+        typer.Option(help="Key of the pseudonyms, kept secret [default: random]."),
+    ] = None,
+    format: FormatOption = None,
+    map: MapOption = None,
+    tokens: TokensOption = None,
+    strict: StrictOption = False,
+    limit: LimitOption = None,
+    workload: WorkloadOption = None,
+    requests: RequestsOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Write a trace for others: replayable, without text and without names.
+
+    Example: stemkv export requests.jsonl --out anonymous.jsonl
+    """
+    with errors_explained(_EXTRAS):
+        from stemkv.cli.export import run_export
+        from stemkv.cli.traces import TraceOptions
+
+        options = TraceOptions(
+            trace=trace,
+            format=format,
+            map=tuple(map or ()),
+            tokens=tokens,
+            is_strict=strict,
+            limit=limit,
+            workload=workload,
+            num_requests=requests,
+            seed=seed,
+        )
+        run_export(options, out=out, form=form, salt=salt)
