@@ -196,6 +196,7 @@ def lives(seed: int, *, is_booked: bool) -> BookedDriver:
     )
     live(driver, rng, 200)
     driver.run()
+    driver._note(driver.scheduler.take_events())
     return driver
 
 

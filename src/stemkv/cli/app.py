@@ -56,13 +56,22 @@ def demo(
         float, typer.Option(help="Seconds of uncached prefill per second of arrivals.")
     ] = 2.0,
     json_file: JsonOption = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as one HTML file.")
+    ] = None,
 ) -> None:
-    """Serve the worked example without and with reuse and compare every bit."""
+    """Serve the worked example without and with reuse and compare every bit.
+
+    Example: stemkv demo --html demo.html
+    """
     with errors_explained():
         from stemkv.cli.demo import DemoOptions, run_demo
         from stemkv.cli.loading import load_with_progress
+        from stemkv.cli.outputs import check_writable
 
-        console = Console()
+        for file in (json_file, html_file):
+            check_writable(file)
+        console = Console(stderr=json_file == Path("-"))
         options = DemoOptions(
             numerics=numerics,
             num_threads=threads,
@@ -71,7 +80,7 @@ def demo(
             load=load,
         )
         loaded = load_with_progress(console, model, dtype)
-        is_equal = run_demo(console, loaded, options, json_file)
+        is_equal = run_demo(console, loaded, options, json_file, html_file)
     if not is_equal:
         raise typer.Exit(1)
 

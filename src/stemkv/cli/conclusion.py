@@ -215,8 +215,8 @@ def _stalls(points: tuple[MemoryPoint, ...]) -> str:
 def _churn(points: tuple[MemoryPoint, ...]) -> str:
     hurt = [p for p in points if p.shared.regret_tokens]
     if not hurt:
-        sizes = _joined(sorted({memory(p.gib * GIB) for p in (points[0], points[-1])}))
-        return f"Of the prefix nothing was evicted that was asked for again ({sizes})."
+        sizes = _joined([memory(p.gib * GIB) for p in points])
+        return f"Nothing was evicted and asked for again at {sizes}."
     point = hurt[-1]
     tokens = point.shared.regret_tokens or 0
     text = (

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from stemkv.cli.outputs import write_text
 from stemkv.cli.worked_example import ExampleRequest, load_requests, shared_messages
 from stemkv.core.cache import CacheUsage
 from stemkv.core.request import RequestId
@@ -32,6 +33,8 @@ from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, Samplin
 from stemkv.errors import ConfigError
 from stemkv.measure.steps import prefill_seconds
 from stemkv.measure.timeline import percentile
+from stemkv.report import Page
+from stemkv.report.value import DemoRow, demo_page
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -82,7 +85,11 @@ class _Run:
 
 
 def run_demo(
-    console: Console, loaded: LoadedModel, options: DemoOptions, json_file: Path | None
+    console: Console,
+    loaded: LoadedModel,
+    options: DemoOptions,
+    json_file: Path | None,
+    html_file: Path | None = None,
 ) -> bool:
     """Run the example twice, print the comparison; return whether all bits agree."""
     with console.status("self-test: does this build keep every bit?"):
@@ -108,7 +115,9 @@ def run_demo(
     report = _report(arrivals, off, on, differences)
     _print(console, report)
     if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+        write_text(json.dumps(report, indent=2) + "\n", json_file)
+    if html_file is not None:
+        write_text(_page(loaded, options, report).render(), html_file)
     return not differences["outputs_differing"] and not differences["logits_differing"]
 
 
@@ -331,20 +340,51 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             f"TTFT p50 of the sharing requests fell {ratio:.1f} times "
             f"(promised: at least {_MIN_TTFT_RATIO:g}, {verdict})"
         )
+    is_equal = not (report["outputs_differing"] or report["logits_differing"])
+    console.print(_verdict(report), style="bold green" if is_equal else "bold red")
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """Return whether all bits agree, in words."""
     outputs, rows = report["outputs_compared"], report["logits_rows_compared"]
     bad_outputs, bad_rows = report["outputs_differing"], report["logits_differing"]
     if bad_outputs or bad_rows:
-        console.print(
+        return (
             f"DIFFERENT: {bad_outputs} of {outputs} outputs and {bad_rows} of {rows} "
-            f"logits rows differ between the two runs",
-            style="bold red",
+            f"logits rows differ between the two runs"
         )
-    else:
-        console.print(
-            f"bit for bit equal: {outputs} of {outputs} outputs, "
-            f"{rows} of {rows} logits rows",
-            style="bold green",
-        )
+    return (
+        f"bit for bit equal: {outputs} of {outputs} outputs, "
+        f"{rows} of {rows} logits rows"
+    )
+
+
+def _page(loaded: LoadedModel, options: DemoOptions, report: dict[str, Any]) -> Page:
+    off, on = report["reuse_off"], report["reuse_on"]
+    return demo_page(
+        headline=(
+            f"Reuse saved {report['prefill_s_saved']:.1f} s of "
+            f"{off['prefill_s']:.1f} s of prefill; {_verdict(report)}."
+        ),
+        paragraphs=[
+            f"{report['num_requests']} requests of two tenants, "
+            f"{report['num_sharing']} of which begin with the same tokens, were served "
+            f"twice: computed from the first token each time, and with prefixes reused."
+        ],
+        rows=[
+            DemoRow(name=label, off=off[key], on=on[key], unit=unit)
+            for label, key, unit in _ROWS
+        ],
+        config={
+            "model": loaded.name,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "numerics": options.numerics,
+            "threads": torch.get_num_threads(),
+            "seed": options.seed,
+            "tokens the cache can hold": options.kv_tokens,
+            "load": options.load,
+        },
+    )
 
 
 def _shown(value: float, unit: str) -> str:

@@ -229,7 +229,7 @@ def _check_fence(request: Request, lease: Lease) -> None:
         )
     elif lease.node is not None:
         _require(
-            lease.node.root().is_retired,
+            lease.is_cut_off or lease.node.root().is_retired,
             f"{request.request_id} shares nothing and could publish",
         )
 

@@ -20,10 +20,12 @@ import torch
 
 from stemkv.core.cache import CacheUsage, DomainUsage, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.cost import CostModel
 from stemkv.core.events import Event
 from stemkv.core.eviction import Lru
 from stemkv.core.identities import Identities, LoadedAdapter
 from stemkv.core.identity import ComputeIdentity, Domain
+from stemkv.core.ledger import Ledger, LedgerEntry
 from stemkv.core.order import Fcfs
 from stemkv.core.plan import StepPlan
 from stemkv.core.request import FinishReason, RequestId, RequestSpec
@@ -63,6 +65,7 @@ __all__ = ["Engine", "ResetReport"]
 _log = logging.getLogger(__name__)
 
 _MAX_STEP_RECORDS = 100_000
+_HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,9 @@ class Engine:
     Takes ownership of `loaded.model`: its linears are packed in place. `clock` gives
     seconds and must not go back; `on_logits(request id of the sample, output index,
     logits row)` sees every row that is sampled from, before it is, and `on_event`
-    every event of the core, in order. `recorder` writes a step log.
+    every event of the core, in order. `recorder` writes a step log. With `costs` the
+    engine keeps books (`ledger`) in its prices, and `on_entry` gets the entry of every
+    request that has ended.
 
     Not safe for use by several threads at once. The two callbacks may ask, and
     `on_event` may add and cancel; changes of what is served are refused in them.
@@ -98,6 +103,8 @@ class Engine:
         on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
         recorder: StepRecorder | None = None,
+        costs: CostModel | None = None,
+        on_entry: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
         self.loaded = loaded
@@ -126,6 +133,7 @@ class Engine:
             check_layers(self._runner, loaded.vocab_size)
         self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
+        self.ledger = None if costs is None else self._make_ledger(costs, on_entry)
         self.cache, self.scheduler = self._make_core(recorder)
         self._rollouts = Rollouts(self.scheduler)
         self._rechecks = Rechecks(
@@ -194,6 +202,11 @@ class Engine:
             return None
         if namespace not in self._declared:
             self._declare(namespace)
+            if self.ledger is not None:
+                self.ledger.name(
+                    namespace,
+                    self._identities.identity(adapter, start_position=start_position),
+                )
         return namespace
 
     def usage(self) -> CacheUsage:
@@ -317,6 +330,7 @@ class Engine:
             num_samples=params.num_samples,
             adapter=version,
             start_position=start_position,
+            tenant=tenant,
         )
         # Before a namespace is named: refused requests must not use any up.
         self.scheduler.check(spec)
@@ -814,6 +828,16 @@ class Engine:
 
     # Private: making
 
+    def _make_ledger(
+        self, costs: CostModel, on_entry: Callable[[LedgerEntry], None] | None
+    ) -> Ledger:
+        return Ledger(
+            self.config.block_size,
+            costs,
+            max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
+            on_entry=on_entry,
+        )
+
     def _make_core(
         self, recorder: StepRecorder | None
     ) -> tuple[PrefixCache, Scheduler]:
@@ -826,8 +850,10 @@ class Engine:
             max_request_tokens=self.loaded.context_length,
         )
         if recorder is not None:
-            return recorder.make_core(cache_config, Lru(), scheduler_config, Fcfs())
-        cache = PrefixCache(cache_config, Lru())
+            return recorder.make_core(
+                cache_config, Lru(), scheduler_config, Fcfs(), ledger=self.ledger
+            )
+        cache = PrefixCache(cache_config, Lru(), ledger=self.ledger)
         return cache, Scheduler(scheduler_config, cache, Fcfs())
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:

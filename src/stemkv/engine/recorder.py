@@ -17,6 +17,7 @@ from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.events import Event
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import Domain
+from stemkv.core.ledger import Ledger
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import StepPlan, StepResult
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
@@ -70,6 +71,8 @@ class StepRecorder:
         eviction: EvictionPolicy,
         scheduler_config: SchedulerConfig,
         order: AdmissionOrder,
+        *,
+        ledger: Ledger | None = None,
     ) -> tuple[PrefixCache, Scheduler]:
         """Return a recorded cache and scheduler; writes the header."""
         if self._is_used:
@@ -86,7 +89,7 @@ class StepRecorder:
             self._writer = StepLogWriter(self._file, header)
         except OSError as error:
             self._give_up(error)
-        cache = _RecordedCache(cache_config, eviction, self)
+        cache = _RecordedCache(cache_config, eviction, self, ledger=ledger)
         return cache, _RecordedScheduler(scheduler_config, cache, order, self)
 
     def write(self, call: Call) -> None:
@@ -118,9 +121,14 @@ class _RecordedCache(PrefixCache):
     """Records what is asked of the cache itself, not through a scheduler."""
 
     def __init__(
-        self, config: CacheConfig, policy: EvictionPolicy, recorder: StepRecorder
+        self,
+        config: CacheConfig,
+        policy: EvictionPolicy,
+        recorder: StepRecorder,
+        *,
+        ledger: Ledger | None,
     ) -> None:
-        super().__init__(config, policy)
+        super().__init__(config, policy, ledger=ledger)
         self._recorder = recorder
 
     def declare_public(self, namespace: bytes, prefix: TokenIds) -> int:

@@ -9,14 +9,12 @@ take: then plans may differ, and the times to first token are compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.cost import CostModel, StepShape
 from stemkv.core.events import Event, RequestAborted, RequestFinished, TokenSampled
-from stemkv.core.eviction import EvictionPolicy, Lru
-from stemkv.core.order import AdmissionOrder, Fcfs
 from stemkv.core.plan import Sample, StepPlan, StepResult
 from stemkv.core.request import FinishReason, RequestId, child_id
 from stemkv.core.scheduler import Scheduler
@@ -41,11 +39,10 @@ from stemkv.measure.steplog import (
     StepLogHeader,
 )
 from stemkv.measure.timeline import percentile
+from stemkv.sim.policies import EVICTIONS, ORDERS
 
 __all__ = ["Agreement", "Difference", "Prediction", "make_core", "predict", "repeat"]
 
-_EVICTIONS: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
-_ORDERS: Mapping[str, Callable[[], AdmissionOrder]] = {"fcfs": Fcfs}
 _FILLER = Sample(0)  # where a request gets further than it did when it was cancelled
 
 
@@ -97,15 +94,15 @@ class Prediction:
 def make_core(header: StepLogHeader) -> Scheduler:
     """Return a core like the recorded one, empty. Raises `StepLogError`."""
     for field, name, known in (
-        ("eviction", header.eviction, sorted(_EVICTIONS)),
-        ("order", header.order, sorted(_ORDERS)),
+        ("eviction", header.eviction, sorted(EVICTIONS)),
+        ("order", header.order, sorted(ORDERS)),
     ):
         if name not in known:
             raise StepLogError(
                 f"{field}: {name!r:.60} is not known here; known: {', '.join(known)}"
             )
-    cache = PrefixCache(header.cache, _EVICTIONS[header.eviction]())
-    return Scheduler(header.scheduler, cache, _ORDERS[header.order]())
+    cache = PrefixCache(header.cache, EVICTIONS[header.eviction]())
+    return Scheduler(header.scheduler, cache, ORDERS[header.order]())
 
 
 def repeat(log: StepLog) -> Agreement:
