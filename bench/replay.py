@@ -8,24 +8,39 @@ leave units out of the cache, as `clairvoyant_selective` does. libCacheSim knows
 as unrelated objects only, may evict a block under its children and counts hits behind a
 miss, so no token hit rate of a prefix cache can be had from it.
 
+The timed replay is compared with AISimulate, a compiled simulator, when it is
+importable by the interpreter that STEMKV_AISIMULATE_PYTHON names: the same trace, one
+H200 with Qwen3-32B in FP8, the same memory and limits.
+
 The traces are looked for in `../shared/traces`.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.report import Bar, finish, parser, pin_to_one_core
 from stemkv.sim.bounds import clairvoyant, clairvoyant_selective, infinite
+from stemkv.sim.catalogue import device_named, model_named
+from stemkv.sim.config import ReplayConfig
 from stemkv.sim.distance import lru_curve
 from stemkv.sim.formats import read_trace
 from stemkv.sim.hits import Hits
+from stemkv.sim.pricing import roofline
+from stemkv.sim.replay import replay
 from stemkv.sim.reuse import Reuses, find_reuses
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
@@ -46,6 +61,19 @@ PUBLISHED_STEADY = 0.398
 MIN_UNITS_PER_S = 0.3e6
 MAX_CURVE_S = 10.0
 SPEED_CAPACITY = 4_000
+MAX_TIMED_S = 30.0
+MAX_DEMO_S = 30.0
+MAX_AGENTS_GIB = 2.0
+MIN_CORES_OF_SWEEP = 1.3  # of two
+NUM_CONFIGURATIONS = 24
+
+AGENTS = TRACES / "kv-cache-tester" / "sessions.jsonl.zst"
+COMMAND = Path(sys.executable).with_name("stemkv")
+PEER = Path(__file__).with_name("aisimulate_replay.py")
+# What AISimulate finds for Qwen3-32B-FP8 on an H200: KV memory and context in tokens.
+PEER_KV_TOKENS = 737_808
+PEER_CONTEXT = 40_960
+PEER_BLOCK_SIZE = 64
 
 # One tenant: what is shared is all there is to reuse.
 RULE = SharingRule()
@@ -54,6 +82,7 @@ RULE = SharingRule()
 def main() -> int:
     """Compare and measure everything, print the table, return the exit code."""
     options = parser(__doc__.splitlines()[0]).parse_args()
+    all_cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
     facts = {"machine": pin_to_one_core()}
     facts["repeats"] = "one (--quick)" if options.quick else "median of 3"
     facts["measured"] = "CPU time of this process, which has one thread"
@@ -69,6 +98,13 @@ def main() -> int:
     bars += compare_with_simulator(CURVES)
     bars += measure_sequence(conversation, repeats)
     bars += measure_curve(conversation, repeats)
+    bars += measure_timed(conversation, repeats)
+    if all_cores:
+        os.sched_setaffinity(0, all_cores)  # what follows runs as a user would run it
+    bars += measure_demo()
+    bars += measure_sweep()
+    if not options.quick:
+        bars += measure_agents()
     return finish("bench.replay: traces through the core", bars, options, facts=facts)
 
 
@@ -228,6 +264,192 @@ def measure_curve(trace: Trace, repeats: int) -> list[Bar]:
             unit="s",
         ),
     ]
+
+
+def measure_timed(trace: Trace, repeats: int) -> list[Bar]:
+    """Batching, chunks and latency of the whole trace, from the file to the result."""
+    num_runs = 1 if repeats == 1 else 2
+    deployments = {
+        "Qwen3-32B FP8 on one H200, blocks of 64": (1, PEER_BLOCK_SIZE),
+        "the same on four, blocks of 16": (4, 16),
+    }
+    bars = []
+    ours = []
+    for name, (num_replicas, block_size) in deployments.items():
+        results = []
+
+        def run(
+            num_replicas: int = num_replicas,
+            block_size: int = block_size,
+            results: list[float] = results,
+        ) -> None:
+            results.append(timed_hit_rate(num_replicas, block_size))
+
+        seconds = time_calls(run, num_runs)
+        ours.append((seconds, results[0]))
+        bars.append(
+            Bar(
+                name=f"timed replay, {name}: hit rate {results[0]:.3%}",
+                measured=seconds,
+                limit=MAX_TIMED_S if num_replicas == 1 else None,
+                unit="s",
+            )
+        )
+    peer = peer_replay()
+    if peer is not None:
+        seconds, hit_rate = ours[0]
+        bars += [
+            Bar(
+                name=f"AISimulate {peer['version']}: hit rate {peer['hit_rate']:.3%}",
+                measured=peer["simulation_s"],
+                unit="s",
+            ),
+            Bar(
+                name="ours / AISimulate, seconds",
+                measured=seconds / peer["simulation_s"],
+                unit="x",
+            ),
+            Bar(
+                name="hit rates apart",
+                measured=100 * abs(hit_rate - peer["hit_rate"]),
+                limit=TOLERANCE,
+                unit="points",
+                basis="exact",
+            ),
+        ]
+    return bars
+
+
+def timed_hit_rate(num_replicas: int, block_size: int) -> float:
+    """Read and replay the conversation trace as the peer does; return the hit rate."""
+    trace = read_trace(CONVERSATION)
+    fitting = [each for each in trace.requests if each.input_length <= PEER_CONTEXT]
+    costs = roofline(
+        model_named("qwen3-32b"),
+        device_named("h200"),
+        kv_dtype="fp8",
+        weight_dtype="fp8",
+    )
+    config = ReplayConfig(
+        num_blocks=PEER_KV_TOKENS // block_size,
+        block_size=block_size,
+        num_replicas=num_replicas,
+        watermark=0.0,
+    )
+    return replay(replace(trace, requests=fitting), config, costs).tokens.hit_rate
+
+
+def peer_replay() -> dict[str, Any] | None:
+    """Return what AISimulate says of the same; `None` where there is none."""
+    python = os.environ.get("STEMKV_AISIMULATE_PYTHON")
+    if not python:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(gzip.decompress(CONVERSATION.read_bytes()))
+        file.flush()
+        done = subprocess.run(
+            [python, str(PEER), file.name], capture_output=True, text=True, check=True
+        )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure_demo() -> list[Bar]:
+    """The command without input, as a newcomer runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_command("replay", "--demo", "--html", f"{folder}/report.html")
+        size = Path(folder, "report.html").stat().st_size
+    return [
+        Bar(
+            name=f"stemkv replay --demo, with a report of {size / 1e6:.1f} MB",
+            measured=run.wall_s,
+            limit=MAX_DEMO_S,
+            unit="s",
+        )
+    ]
+
+
+def measure_sweep() -> list[Bar]:
+    """24 configurations: progress on standard error, and both cores at work."""
+    memories = [f"{gib}GiB" for gib in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)]
+    run = run_command(
+        "sweep", str(CONVERSATION), "--limit", "1500", "--memory", ",".join(memories),
+        "--sharing", "isolated,shared", "--block-size", "64", "--json", "-",
+    )  # fmt: skip
+    num_cells = len(json.loads(run.out)["cells"])
+    return [
+        Bar(
+            name="sweep, configurations",
+            measured=num_cells,
+            limit=NUM_CONFIGURATIONS,
+            sense="at least",
+            unit="",
+            basis="exact",
+        ),
+        Bar(
+            name=f"sweep in {run.wall_s:.0f} s, cores used",
+            measured=run.cpu_s / run.wall_s,
+            limit=MIN_CORES_OF_SWEEP,
+            sense="at least",
+            unit="cores",
+        ),
+        Bar(
+            name="sweep, bytes of progress",
+            measured=len(run.err),
+            limit=1,
+            sense="at least",
+            unit="B",
+            basis="exact",
+        ),
+    ]
+
+
+def measure_agents() -> list[Bar]:
+    """The largest trace: 33,609 requests, 4.3 billion prompt tokens."""
+    run = run_command("replay", str(AGENTS), "--no-clock", "--json", "-")
+    return [
+        Bar(
+            name=f"agent sessions, sequential, in {run.wall_s:.0f} s: peak memory",
+            measured=run.peak_gib,
+            limit=MAX_AGENTS_GIB,
+            unit="GiB",
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One finished command."""
+
+    out: str
+    err: str
+    wall_s: float
+    cpu_s: float  # of it and its children
+    peak_gib: float  # largest resident set of it or one of its children
+
+
+def run_command(*arguments: str) -> Run:
+    """Run `stemkv` in a process of its own and measure that."""
+    code = (
+        "import json, resource, subprocess, sys, time\n"
+        "start = time.perf_counter()\n"
+        "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
+        "wall = time.perf_counter() - start\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(json.dumps([done.returncode, done.stdout, done.stderr, wall,"
+        " used.ru_utime + used.ru_stime, used.ru_maxrss]))\n"
+    )
+    # In between, so that the children counted are those of this command only.
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(COMMAND), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    exit_code, out, err, wall_s, cpu_s, peak_kib = json.loads(done.stdout)
+    if exit_code:
+        raise SystemExit(f"stemkv {' '.join(arguments)} exited {exit_code}:\n{err}")
+    return Run(out=out, err=err, wall_s=wall_s, cpu_s=cpu_s, peak_gib=peak_kib / 2**20)
 
 
 def num_units(trace: Trace) -> int:

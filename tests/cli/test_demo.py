@@ -51,7 +51,8 @@ def run(tmp_path: Path) -> tuple[bool, str, dict[str, object]]:
     out = io.StringIO()
     console = Console(file=out, width=120)
     file = tmp_path / "demo.json"
-    is_equal = demo.run_demo(console, load_model(), demo.DemoOptions(), file)
+    page = tmp_path / "demo.html"
+    is_equal = demo.run_demo(console, load_model(), demo.DemoOptions(), file, page)
     return is_equal, out.getvalue(), json.loads(file.read_text())
 
 
@@ -60,7 +61,10 @@ def test_the_demo_reports_reuse_and_equal_bits(tmp_path: Path) -> None:
     is_equal, text, report = run(tmp_path)
 
     assert is_equal
+    page = (tmp_path / "demo.html").read_text()
     assert "bit for bit equal: 4 of 4 outputs" in text
+    assert "bit for bit equal: 4 of 4 outputs" in page
+    assert "TTFT p50, sharing requests" in page
     off, on = report["reuse_off"], report["reuse_on"]
     assert isinstance(off, dict)
     assert isinstance(on, dict)
@@ -95,3 +99,4 @@ def test_a_single_different_bit_is_reported(
     assert not is_equal
     assert report["logits_differing"] == 1
     assert "DIFFERENT" in text
+    assert "DIFFERENT" in (tmp_path / "demo.html").read_text()

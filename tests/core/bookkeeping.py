@@ -47,7 +47,11 @@ class BookedDriver(Driver):
     """A driver whose cache has a ledger, with a keeper at its side."""
 
     def __init__(
-        self, *, is_booked: bool = True, max_history_blocks: int | None = None, **kw: Any
+        self,
+        *,
+        is_booked: bool = True,
+        max_history_blocks: int | None = None,
+        **kw: Any,
     ) -> None:
         super().__init__(**kw)
         self.entries: list[LedgerEntry] = []
@@ -259,7 +263,14 @@ def _picture(account: Account) -> tuple[float, ...]:
 
 
 def spans(misses: Iterable[Miss]) -> list[tuple[int, int, MissReason]]:
-    return [(miss.start, miss.end, miss.reason) for miss in misses]
+    """Misses with equal neighbours joined: they may differ in when they left."""
+    joined: list[tuple[int, int, MissReason]] = []
+    for miss in misses:
+        start = miss.start
+        if joined and joined[-1][1:] == (miss.start, miss.reason):
+            start = joined.pop()[0]
+        joined.append((start, miss.end, miss.reason))
+    return joined
 
 
 def check_entry(entry: LedgerEntry, request: Request) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -26,12 +28,14 @@ from stemkv.core.check import check_scheduler
 from stemkv.core.events import (
     BlocksPublished,
     Event,
+    RequestAborted,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     TokenSampled,
 )
 from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.errors import InvariantError, PromptTooLong
 
 BLOCK_SIZE = 4
 
@@ -172,3 +176,345 @@ def test_the_random_runs_preempt_requests_that_coast() -> None:
         now += 1.0
     assert any(isinstance(e, RequestPreempted) for e in run.events)
     assert run.num_coasted
+
+
+# Everything that may happen to one that coasts
+
+
+def token_bytes(*ids: int) -> bytes:
+    return TokenIds.from_ids(ids).buffer
+
+
+def coasting_run(
+    *outputs: bytes, num_blocks: int = 40, num_prompt: int = 5, coasts: bool = True
+) -> Run:
+    """Requests r0, r1 … of one tenant that have sampled their first token."""
+    run = build(coasts=coasts, num_blocks=num_blocks)
+    for index, output in enumerate(outputs):
+        spec = RequestSpec(
+            request_id=f"r{index}",
+            prompt=TokenIds.from_ids([index + 10] + [1] * (num_prompt - 1)),
+            max_new_tokens=len(output) // TOKEN_BYTES,
+            arrival_s=float(index),
+            domain=Domain.private("a"),
+            namespace=b"n",
+        )
+        run.scripts[spec.request_id] = Script(spec, output, stops=False)
+        run.scheduler.add(spec)
+    while any(r.num_output_tokens == 0 for r in run.scheduler.requests()):
+        run.step(0.0)
+    return run
+
+
+LONG = token_bytes(*[1] * 40)
+
+
+def ends(run: Run) -> list[Event]:
+    return [e for e in run.events if isinstance(e, RequestFinished | RequestAborted)]
+
+
+def test_a_failed_step_aborts_those_who_coast_and_counts_nothing_of_it() -> None:
+    run = coasting_run(LONG, LONG)
+    scheduler = run.scheduler
+    run.step(1.0)
+    assert scheduler.num_coasting == 2
+    plan = scheduler.schedule(3.0)
+    requests = scheduler.requests()
+    events = scheduler.abandon(plan, 3.5)
+
+    assert [type(e) for e in events] == [RequestAborted, RequestAborted]
+    assert not scheduler.has_work
+    assert (scheduler.num_coasting, scheduler.num_coasting_context) == (0, 0)
+    # Their first token and one that coasted; the failed step brought none.
+    assert [r.num_output_tokens for r in requests] == [2, 2]
+    check_scheduler(scheduler)
+
+
+def test_after_a_failed_step_others_coast_as_long_as_they_should() -> None:
+    run = coasting_run(LONG)
+    scheduler = run.scheduler
+    scheduler.abandon(scheduler.schedule(1.0), 1.5)
+
+    # Steps that were planned and never committed must not shorten anybody's coasting.
+    late = coasting_run(LONG)
+    spec = late.scripts["r0"].spec
+    run.scripts["r0"] = late.scripts["r0"]
+    scheduler.add(spec)
+    run.step(2.0)
+    for now in range(50):
+        if not scheduler.has_work:
+            break
+        run.step(3.0 + now)
+    (finished,) = [e for e in ends(run) if isinstance(e, RequestFinished)]
+    assert finished.counts.reused + finished.counts.computed == 5
+    assert scheduler.request("r0") is None
+
+
+@pytest.mark.parametrize("verb", ["restart", "cut_off", "retire", "cancel"])
+def test_what_is_done_to_one_that_coasts_is_done_as_if_it_did_not(verb: str) -> None:
+    runs = [coasting_run(LONG, LONG, coasts=coasts) for coasts in (False, True)]
+    for run in runs:
+        run.step(1.0)
+        scheduler = run.scheduler
+        assert scheduler.num_coasting == (2 if run.coasts else 0)
+        match verb:
+            case "restart":
+                scheduler.restart("r0", b"m", None, 2.0)
+            case "cut_off":
+                scheduler.cut_off("r0")
+            case "retire":
+                scheduler.retire(b"n", 2.0)
+            case "cancel":
+                assert scheduler.cancel("r0", 2.0)
+        check_scheduler(scheduler)
+        for now in range(60):
+            run.step(3.0 + now)
+    plain, coasting = runs
+    assert not plain.scheduler.has_work
+    assert not coasting.scheduler.has_work
+    assert coasting.work == plain.work
+    assert coasting.events == plain.events
+    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert coasting.num_coasted > 15
+
+
+def test_a_request_behind_a_fence_starts_when_those_who_coast_have_ended() -> None:
+    run = coasting_run(token_bytes(*[1] * 12))
+    scheduler = run.scheduler
+    epoch = scheduler.fence()
+    late = replace(run.scripts["r0"].spec, request_id="late")
+    run.scripts["late"] = Script(late, run.scripts["r0"].output, stops=False)
+    scheduler.add(late)
+    run.step(1.0)
+    assert scheduler.num_before(epoch) == 1
+    for now in range(30):
+        if not scheduler.num_before(epoch):
+            scheduler.lift_fence(epoch)
+        run.step(2.0 + now)
+    assert not scheduler.has_work
+    starts = [e for e in run.events if isinstance(e, RequestAdmitted)]
+    assert [e.request_id for e in starts] == ["r0", "late"]
+    assert [e.request_id for e in ends(run)] == ["r0", "late"]
+    assert starts[1].now > ends(run)[0].now
+
+
+def test_one_output_token_never_coasts() -> None:
+    run = coasting_run(token_bytes(1))
+    assert run.num_coasted == 0
+    assert not run.scheduler.has_work
+    assert run.scheduler.coast("r0", LONG) == 0
+    assert run.scheduler.coast("nobody", LONG) == 0
+
+
+@pytest.mark.parametrize("num_output", range(2, 14))
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5])
+def test_coasting_ends_before_a_block_is_full_and_before_the_last_token(
+    num_prompt: int, num_output: int
+) -> None:
+    """Whatever the last block looks like when the request ends, a full one included."""
+    runs = []
+    for coasts in (False, True):
+        run = coasting_run(
+            token_bytes(*[1] * num_output), num_prompt=num_prompt, coasts=coasts
+        )
+        for now in range(num_output):
+            run.step(float(now))
+        assert not run.scheduler.has_work
+        runs.append(run)
+    plain, coasting = runs
+    assert coasting.work == plain.work
+    assert coasting.events == plain.events
+    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    # In plans: the first token, the last, and every one that needs or fills a block.
+    positions = range(num_prompt, num_prompt + num_output - 1)
+    coasted = [p for p in positions[:-1] if p % 4 not in (0, 3)]
+    assert coasting.num_coasted == len(coasted)
+
+
+@pytest.mark.parametrize("refused", ["prefilling", "waiting", "twice", "several"])
+def test_who_cannot_coast_is_told_so(refused: str) -> None:
+    run = build(coasts=False, num_blocks=40)
+    spec = RequestSpec(
+        request_id="r",
+        prompt=TokenIds.from_ids([1] * (20 if refused == "prefilling" else 5)),
+        max_new_tokens=9,
+        arrival_s=0.0,
+        domain=Domain.private("a"),
+        namespace=b"n",
+        num_samples=2 if refused == "several" else 1,
+    )
+    scheduler = run.scheduler
+    scheduler.add(spec)
+    if refused != "waiting":
+        plan = scheduler.schedule(0.0)
+        samples = {
+            c.request_id: (Sample(1),) * c.num_samples
+            for c in plan.chunks
+            if c.num_samples
+        }
+        with pytest.raises(InvariantError, match="coast while step 0 is pending"):
+            scheduler.coast("r", LONG)
+        scheduler.commit(plan, StepResult(samples), 0.5)
+    if refused == "twice":
+        assert scheduler.coast("r", LONG) == 2
+    assert scheduler.coast("r", LONG) == 0
+    check_scheduler(scheduler)
+
+
+# Quiet steps: taken at once, they are what they would have been one by one
+
+
+@dataclass
+class Tally:
+    """All that a driver could tell of a run: who came and went, and when."""
+
+    num_steps: int = 0
+    events: list[Event] = field(default_factory=list)
+    num_skipped: int = 0
+    num_blocked: int = 0
+
+
+class Burst:
+    """Requests that arrive before given steps, on memory and places that are tight."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.num_blocks = rng.choice([9, 12, 16])
+        self.config = SchedulerConfig(
+            token_budget=rng.choice([6, 12]),
+            max_num_running=rng.choice([2, 3, 6]),
+            max_steps_awaiting=rng.choice([0, 1, 256]),
+            watermark=rng.choice([0.0, 0.2]),
+        )
+        self.rng_seed = rng.random()
+        self.specs: list[tuple[int, RequestSpec]] = []
+        step = 0
+        for index in range(rng.randint(2, 9)):
+            step += rng.choice([0, 0, 1, 3, 9])
+            stem = [1] * rng.choice([0, 4, 6, 9, 16])
+            tail = [rng.randrange(2) for _ in range(rng.randint(1, 5))]
+            spec = RequestSpec(
+                request_id=f"r{index}",
+                prompt=TokenIds.from_ids(stem + tail),
+                max_new_tokens=rng.choice([1, 2, 5, 14]),
+                arrival_s=float(step),
+                domain=Domain.private(rng.choice("aab")),
+                namespace=b"n",
+                num_samples=rng.choice([1, 1, 1, 2]),
+            )
+            self.specs.append((step, spec))
+        # What an operator does before some steps.
+        self.verbs = {
+            rng.randrange(1, 40): rng.choice(["restart", "cut_off", "cancel"])
+            for _ in range(rng.choice([0, 0, 1, 2]))
+        }
+        self.stops = {f"r{index}" for index in range(9) if rng.random() < 0.3}
+
+    def run(self, *, skips: bool) -> Tally:
+        cache = PrefixCache(
+            CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK_SIZE), Lru()
+        )
+        scheduler = Scheduler(self.config, cache, Fcfs())
+        tally = Tally()
+        rng = random.Random(self.rng_seed)
+        waiting = deque(self.specs)
+        while waiting or scheduler.has_work:
+            while waiting and waiting[0][0] <= tally.num_steps:
+                self._add(scheduler, waiting.popleft()[1])
+            verb = self.verbs.get(tally.num_steps)
+            if verb is not None and scheduler.has_work:
+                self._act(scheduler, verb, rng, float(tally.num_steps))
+            quiet = scheduler.num_quiet_steps
+            tally.num_blocked += bool(quiet and scheduler.num_waiting)
+            if skips and quiet:
+                until = min(
+                    [s for s, _ in waiting]
+                    + [s for s in self.verbs if s > tally.num_steps],
+                    default=quiet + tally.num_steps,
+                )
+                num_steps = max(1, min(quiet, until - tally.num_steps))
+                scheduler.skip(num_steps)
+                check_scheduler(scheduler)
+                tally.num_skipped += num_steps
+                tally.num_steps += num_steps
+                continue
+            self._step(scheduler, tally, coasts=skips)
+            assert tally.num_steps < 2_000
+        return tally
+
+    def _add(self, scheduler: Scheduler, spec: RequestSpec) -> None:
+        with suppress(PromptTooLong):
+            scheduler.add(spec)
+
+    def _act(
+        self, scheduler: Scheduler, verb: str, rng: random.Random, now: float
+    ) -> None:
+        request = rng.choice(scheduler.requests())
+        match verb:
+            case "restart":
+                scheduler.restart(request.request_id, b"n", None, now)
+            case "cut_off":
+                scheduler.cut_off(request.request_id)
+            case "cancel":
+                scheduler.cancel(request.request_id, now)
+
+    def _step(self, scheduler: Scheduler, tally: Tally, *, coasts: bool) -> None:
+        step = tally.num_steps
+        plan = scheduler.schedule(float(step))
+        samples = {
+            chunk.request_id: tuple(
+                Sample(5, self._stop(chunk.request_id, k))
+                for k in range(chunk.num_samples)
+            )
+            for chunk in plan.chunks
+            if chunk.num_samples
+        }
+        events = scheduler.commit(plan, StepResult(samples), step + 0.5)
+        check_scheduler(scheduler)
+        tally.num_steps += 1
+        tally.events += [
+            e for e in events if not isinstance(e, TokenSampled | BlocksPublished)
+        ]
+        if coasts:
+            for event in events:
+                if isinstance(event, TokenSampled):
+                    scheduler.coast(event.request_id, token_bytes(*[5] * 40))
+
+    def _stop(self, request_id: str, sample: int) -> FinishReason | None:
+        """Some end with their first token, where others are yet to begin."""
+        return (
+            FinishReason.STOP_TOKEN
+            if sample == 0 and request_id in self.stops
+            else None
+        )
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(n, n + 80) for n in range(0, 400, 80)], ids=str
+)
+def test_a_skip_passes_no_moment_at_which_somebody_could_have_started(
+    seeds: range,
+) -> None:
+    for seed in seeds:
+        burst = Burst(seed)
+        skipping, stepping = burst.run(skips=True), burst.run(skips=False)
+        assert skipping.events == stepping.events, seed
+        assert skipping.num_steps == stepping.num_steps
+
+
+def test_the_bursts_skip_while_somebody_is_blocked() -> None:
+    """Else the test above would not say much about it."""
+    tallies = [Burst(seed).run(skips=True) for seed in range(200)]
+    assert sum(tally.num_skipped > 0 for tally in tallies) > 100
+    assert sum(tally.num_blocked > 0 for tally in tallies) > 30
+
+
+def test_more_steps_than_are_quiet_cannot_be_skipped() -> None:
+    run = coasting_run(LONG)
+    quiet = run.scheduler.num_quiet_steps
+    assert quiet == 2  # of three free slots the last one fills the block
+    for num_steps in (0, -1, quiet + 1):
+        with pytest.raises(InvariantError, match=f"skip of {num_steps} steps, 2 are"):
+            run.scheduler.skip(num_steps)
+    run.scheduler.skip(quiet)
+    assert run.scheduler.num_quiet_steps == 0

@@ -137,9 +137,7 @@ def spelled_out(runs: list[PastRun]) -> list[Past]:
 
 def ask(history: History, asked: Question) -> list[PastRun]:
     prompt = tokens(asked.text)
-    return history.past(
-        asked.namespace, asked.domain, prompt, asked.start, asked.stop
-    )
+    return history.past(asked.namespace, asked.domain, prompt, asked.start, asked.stop)
 
 
 @given(data=st.data(), block_size=st.sampled_from([1, 2, 3]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from stemkv.core import Domain, FinishReason
 from stemkv.core.events import RequestPreempted, RequestRestarted
@@ -43,9 +43,7 @@ CREW = Domain.group("crew")
 def add_to_crew(driver: BookedDriver, prompt: str, tenant: str, num_new: int) -> None:
     request_id = f"c{len(driver.requests)}-{len(driver.plans)}"
     try:
-        driver.add_in(
-            request_id, prompt, CREW, tenant=tenant, max_new_tokens=num_new
-        )
+        driver.add_in(request_id, prompt, CREW, tenant=tenant, max_new_tokens=num_new)
     except PromptTooLong:
         assert request_id not in driver.requests
 
@@ -135,11 +133,9 @@ class LedgerMachine(SchedulerMachine):
             self.schedule()
             self.commit()
 
-    # An invariant would be hidden by one of the same name in the parent.
-    def check_invariants(self, *args: Any, **kw: Any) -> None:
-        super().check_invariants(*args, **kw)
-        if hasattr(self, "driver"):
-            self.driver.check_books()
+    @invariant()
+    def books_are_right(self) -> None:
+        self.driver.check_books()
 
 
 TestLedgerMachine = LedgerMachine.TestCase

@@ -6,6 +6,8 @@ by the data; none is there whatever they are.
 
 from __future__ import annotations
 
+import math
+
 from stemkv.measure.results import GIB
 from stemkv.measure.value import (
     BreakEven,
@@ -18,7 +20,7 @@ from stemkv.report.wording import count, memory, number, percent, seconds
 __all__ = ["headline", "paragraphs"]
 
 _SAME = 0.01  # relative; less is no difference between two replays
-_MOST = 0.9  # of requests within the limits, to say that a rate is served
+_MOST = 0.9  # of requests within the limits: "nine in ten"
 _WORDS = {"off": "with reuse off", "isolated": "within tenants", "shared": "shared"}
 
 
@@ -94,27 +96,23 @@ def _instead(result: ValueResult) -> str:
 
 def _saved(result: ValueResult) -> str:
     light, heavy = result.loads[0], result.loads[-1]
-    if not heavy.shared.saved_s:
+    if light is heavy or not heavy.shared.saved_s:
         return ""
     text = (
-        f"It saves {_per_minute(light.shared)} at {_rate(light.rate)}"
-        if light is not heavy
-        else ""
+        f"It saves {_per_minute(light.shared)} at {_rate(light.rate)} and "
+        f"{_per_minute(heavy.shared)} at {_rate(heavy.rate)}"
     )
-    if text:
-        text += f" and {_per_minute(heavy.shared)} at {_rate(heavy.rate)}"
     if heavy.shared.saved_s_per_min > 60:
         more = heavy.shared.saved_s_per_min / 60
-        text = text or f"It saves {_per_minute(heavy.shared)} at {_rate(heavy.rate)}"
         text += f", the whole time of {number(more)} more such devices"
-    used = [point.shared.used_share for point in (light, heavy)]
-    if text and light is not heavy and used[0] is not None and used[1] is not None:
+    seldom, often = light.shared.used_share, heavy.shared.used_share
+    if seldom is not None and often is not None and seldom < often:
         text += (
-            f". Somebody was using it for {percent(used[0])} of the time that it was "
-            f"kept at the lower rate and for {percent(used[1])} at the higher: only the "
+            f". Somebody was using it for {percent(seldom)} of the time that it was "
+            f"kept at the lower rate and for {percent(often)} at the higher: only the "
             f"rest is what keeping takes"
         )
-    return f"{text}." if text else ""
+    return f"{text}."
 
 
 def _copies(run: ValueRun, rate: float) -> str:
@@ -148,7 +146,7 @@ def _served(result: ValueResult) -> str:
         )
     ttft, tpot = (result.config[name] for name in ("slo_ttft_s", "slo_tpot_s"))
     text = (
-        f"{percent(_MOST)} of requests or more keep TTFT within {ttft:g} s and TPOT "
+        f"Nine in ten requests or more keep TTFT within {ttft:g} s and TPOT "
         f"within {tpot:g} s {_joined(parts)}"
     )
     off, shared = result.pivot().off.ttft, result.pivot().shared.ttft
@@ -238,14 +236,13 @@ def _break_even(result: ValueResult) -> str:
     if tightest is not mine:
         text += f"; {_share_needed(tightest.break_even)}"
     run = result.pivot().shared
-    text += (
-        f". That is if it is never evicted. As the core keeps it, only idle memory goes "
-        f"into it, and it is still there when the next request comes from a share of "
-        f"{percent(run.retention_share)} on: an idle block lives {seconds(run.retention_s)}"
-    )
-    share = result.mix.share
-    verdict = _verdict(share, mine.break_even, tightest.break_even)
-    return f"{text}. {verdict}"
+    text += ". That is if it is never evicted. The core keeps it in idle memory only"
+    if 0 < run.retention_s < math.inf:
+        text += (
+            f", where a block lives {seconds(run.retention_s)}: long enough for the next "
+            f"request from a share of {percent(run.retention_share)} on"
+        )
+    return f"{text}. {_verdict(result)}"
 
 
 def _share_needed(found: BreakEven) -> str:
@@ -269,14 +266,19 @@ def _how(result: ValueResult) -> str:
     )
 
 
-def _verdict(share: float, mine: BreakEven, tightest: BreakEven) -> str:
+def _verdict(result: ValueResult) -> str:
+    mine = result.memories[0].break_even
+    hardest = max((p.break_even for p in result.memories), key=lambda each: each.share)
+    share = result.mix.share
     has = f"This mix has {percent(share)}"
-    if share >= max(mine.share, tightest.share):
+    if not result.pivot().shared.saved_s:
+        return f"{has}, but as nobody found it, it was not worth keeping."
+    if share >= hardest.share:
         return f"{has}, so it is worth keeping."
     if share >= mine.share:
         return (
             f"{has}, so it is worth keeping at {memory(mine.gib * GIB)}, and worth no "
-            f"memory of its own at {memory(tightest.gib * GIB)}."
+            f"memory of its own at {memory(hardest.gib * GIB)}."
         )
     return f"{has}, so it is worth no memory of its own: leave it to eviction."
 

@@ -151,6 +151,21 @@ class PrefixCache:
         tail = match.partial.num_tokens if match.partial else 0
         return Peek(match.num_blocks * self.config.block_size + tail, match.num_blocks)
 
+    def num_missing_blocks(
+        self,
+        namespace: bytes | None,
+        domain: Domain,
+        tokens: bytes,
+        *,
+        num_slots: int,
+        num_spare: int = 0,
+    ) -> int:
+        """Return how many more blocks had to be available for `acquire` to succeed."""
+        match = self._match(namespace, domain, tokens)
+        num_needed = self.num_blocks_for(num_slots) + num_spare
+        num_held = match.num_blocks - _num_unpinned_on(match)  # by others, and shared
+        return max(0, num_needed - num_held - self.num_available_blocks)
+
     def num_public_blocks(self, namespace: bytes | None, tokens: bytes) -> int:
         """Return how many leading whole blocks lie inside a declared public prefix."""
         if namespace is None:

@@ -37,7 +37,9 @@ class Past:
     or had them; else nobody did.
     """
 
-    left_s: float | None = None  # when its own or the public copy left; inf: resident
+    # When its own or the public copy was evicted; inf: it is resident, or was dropped
+    # because it must not be used.
+    left_s: float | None = None
     is_other_domain: bool = False
     other_namespace: bytes | None = None
 

@@ -24,7 +24,7 @@ from typing import Any
 from stemkv.core.cost import CostModel
 from stemkv.core.history import History
 from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.tree import Node
 from stemkv.errors import InvariantError
 
@@ -40,7 +40,8 @@ __all__ = [
     "StallTotals",
 ]
 
-PUBLIC_ACCOUNT = "(public)"  # what the operator declared public; no tenant pays for it
+# What the operator declared public; no tenant pays for it, and none has an empty name.
+PUBLIC_ACCOUNT = ""
 
 
 class MissReason(Enum):
@@ -199,9 +200,10 @@ class Ledger:
         self._closed: dict[bytes, PrefixAccount] = {}  # by digest, evicted
         self._identities: dict[bytes, ComputeIdentity] = {}
         self._open: dict[str, LedgerEntry] = {}
-        self._stalled: dict[str, float] = {}  # request → since when
+        self._stalled: dict[str, tuple[str, float]] = {}  # request → tenant, since when
         # What the entries of ended requests add up to.
         self._num_prompt = 0
+        self._num_unreached = 0  # of those, not computed before an abort
         self._num_reused = 0
         self._num_computed = 0
         self._num_missed = dict.fromkeys(MissReason, 0)
@@ -252,12 +254,16 @@ class Ledger:
         """Return the entry of a running request; `None` before admission and after."""
         return self._open.get(request_id)
 
+    def is_stalled(self, request_id: str) -> bool:
+        """Whether its admission waits for memory."""
+        return request_id in self._stalled
+
     def check(self, nodes: Iterable[Node], now: float) -> None:
         """Raise `InvariantError` unless all sums agree.
 
         Prefixes and tenants hold the same blocks for the same time; hits credited to
-        prefixes are the tokens that requests reused; what requests reused and computed
-        is their prompts, and what they missed is what they computed.
+        prefixes are the tokens that requests reused; what requests reused and missed is
+        their prompts, and what they missed is what they computed.
         """
         prefixes = self.prefixes(nodes, now).values()
         accounts = self.accounts(now).values()
@@ -295,9 +301,9 @@ class Ledger:
                 self._credited_s,
             ),
             (
-                "prompt tokens and reused + computed ones",
+                "prompt tokens and reused + computed + unreached ones",
                 self._num_prompt,
-                self._num_reused + self._num_computed,
+                self._num_reused + self._num_computed + self._num_unreached,
             ),
             (
                 "computed tokens and misses by reason",
@@ -358,7 +364,7 @@ class Ledger:
             regrets=(),
         )
         self._open[request_id] = entry
-        self._end_stall(request_id, entry, now)
+        self._end_stall(request_id, now)
         if namespace is None:
             return
         reused = self._credit(entry, path, copied, 0, num_prompt)
@@ -380,13 +386,12 @@ class Ledger:
         """Book what a preempted request finds beyond `num_known` tokens.
 
         What it had reused or computed before is recomputed or found again, and counts
-        once; what others have computed meanwhile is reused now.
+        once; what others have computed meanwhile is reused now. A sample that was forked
+        has no entry, so only its stall is booked.
         """
+        self._end_stall(request_id, now)
         entry = self._open.get(request_id)
-        if entry is None:
-            return
-        self._end_stall(request_id, entry, now)
-        if entry.namespace is not None:
+        if entry is not None and entry.namespace is not None:
             end = self._credit(entry, path, copied, num_known, entry.num_prompt_tokens)
             entry.misses = _without(entry.misses, num_known, end)
 
@@ -408,10 +413,8 @@ class Ledger:
         num_cached: int,
         now: float,
     ) -> None:
-        """Book that admission had to wait for memory; repeated calls are one stall."""
-        if request_id in self._stalled:
-            return
-        self._stalled[request_id] = now
+        """Book that admission has to wait for memory, once for each stall."""
+        self._stalled[request_id] = (tenant, now)
         account = self._account(tenant, now)
         account.num_stalls += 1
         stalls = self.stalls
@@ -444,7 +447,7 @@ class Ledger:
         now: float,
     ) -> None:
         """Close a request's entry; one that was never admitted has none."""
-        self._stalled.pop(request_id, None)
+        self._end_stall(request_id, now)
         entry = self._open.pop(request_id, None)
         if entry is None:
             return
@@ -452,6 +455,12 @@ class Ledger:
             raise InvariantError(
                 f"request {request_id} reused {num_reused} tokens, the ledger has "
                 f"{entry.num_reused_tokens}"
+            )
+        num_missed = sum(miss.end - miss.start for miss in entry.misses)
+        if num_output and num_computed != num_missed:
+            raise InvariantError(
+                f"request {request_id} computed {num_computed} tokens of its prompt, "
+                f"the ledger has {num_missed} that it missed"
             )
         # One that was aborted has not computed all it missed.
         entry.misses = _first(entry.misses, num_computed)
@@ -461,7 +470,8 @@ class Ledger:
         entry.num_recomputed_tokens = num_recomputed
         entry.num_output_tokens = num_output
         entry.num_preemptions = num_preemptions
-        self._num_prompt += num_reused + num_computed
+        self._num_prompt += entry.num_prompt_tokens
+        self._num_unreached += num_missed - num_computed
         self._num_reused += num_reused
         self._num_computed += num_computed
         self._saved_s += entry.saved_s
@@ -564,12 +574,14 @@ class Ledger:
         if is_eviction:
             account.num_evicted_blocks += num_dropped
             self._accounts[name].num_evicted_blocks += num_dropped
-        tokens = b"".join([step.edge for step in node.path()])
-        last = len(tokens) // TOKEN_BYTES // self.block_size
-        namespace = node.root().namespace
-        self._history.left(
-            namespace, node.domain, tokens, last - num_dropped, last, now
-        )
+            # What must not be used any more has no time at which it left: to ask for it
+            # again is no regret.
+            tokens = b"".join([step.edge for step in node.path()])
+            last = len(tokens) // TOKEN_BYTES // self.block_size
+            namespace = node.root().namespace
+            self._history.left(
+                namespace, node.domain, tokens, last - num_dropped, last, now
+            )
         if num_kept == 0:
             del self._prefixes[node.id]
             _add(self._closed, *self._closing(node, account))
@@ -629,8 +641,11 @@ class Ledger:
         misses: list[Miss] = []
         regrets: list[Regret] = []
         # Of a prompt of whole blocks the last token is computed in any case, and with
-        # it its block, unless the leading tokens of that are copied.
+        # it its block, unless the leading tokens of that are copied; and a span that
+        # this cuts too short to tell.
         whole_end = (num_prompt - 1) // size * size
+        while (end := end_outside_span(prompt, whole_end)) < whole_end:
+            whole_end = end // size * size
         position = reused
         awaitable = min(num_awaitable, whole_end)
         if position < awaitable:
@@ -677,11 +692,14 @@ class Ledger:
             if getattr(left, f.name) != getattr(right, f.name)
         )
 
-    def _end_stall(self, request_id: str, entry: LedgerEntry, now: float) -> None:
-        since = self._stalled.pop(request_id, None)
-        if since is not None:
+    def _end_stall(self, request_id: str, now: float) -> None:
+        tenant, since = self._stalled.pop(request_id, ("", now))
+        if since == now:
+            return
+        self._account(tenant, now).stall_s += now - since
+        entry = self._open.get(request_id)
+        if entry is not None:
             entry.stall_s += now - since
-            self._account(entry.tenant, now).stall_s += now - since
 
     def _account(self, name: str, now: float) -> Account:
         account = self._accounts.get(name)

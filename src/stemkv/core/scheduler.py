@@ -84,13 +84,14 @@ class Scheduler:
         self._stepping: list[Request] = []  # of those, the ones that do not coast
         self._num_places = 0  # taken by running requests
         self._coasts: dict[RequestId, _Coast] = {}
-        # (first step in which it does not coast, order, its coast)
-        self._wakes: list[tuple[int, tuple[float, int, int], _Coast]] = []
+        # (first step in which it does not coast, order, since when it does, its coast):
+        # one that began again may wake in the same step as it did before.
+        self._wakes: list[tuple[int, tuple[float, int, int], int, _Coast]] = []
         self._coasting_context = 0  # sum of contexts in the next step
         self._num_committed = 0
         # The state in which admission last found that the next one has no place or no
         # memory: while it lasts, asking again gives the same.
-        self._blocked_at: tuple[int, int, int, int] | None = None
+        self._blocked_at: tuple[int, ...] | None = None
         # Samples in flight by the id that was asked for, which they all keep taken.
         self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
@@ -227,6 +228,7 @@ class Scheduler:
         sample that has split off stays one of its own. Not while a step is pending.
         """
         self._check_no_pending("restart")
+        self._blocked_at = None  # it may find more, or less, under the other namespace
         request = self._requests[request_id]
         num_samples = _num_places(request)
         self._wake(request)
@@ -296,7 +298,7 @@ class Scheduler:
                 f"step {self._pending.step} is neither committed nor abandoned"
             )
         while self._wakes and self._wakes[0][0] <= self._num_plans:
-            coast = heappop(self._wakes)[2]
+            coast = heappop(self._wakes)[-1]
             if self._is_live(coast):
                 self._wake(coast.request)
         step = _Step(self.config.token_budget - len(self._coasts))
@@ -375,7 +377,8 @@ class Scheduler:
         self._coasts[request_id] = coast
         self._coasting_context += request.num_tokens
         self._stepping.remove(request)
-        heappush(self._wakes, (self._num_plans + num_steps, request.order_key, coast))
+        wakes_at = self._num_plans + num_steps
+        heappush(self._wakes, (wakes_at, request.order_key, coast.since, coast))
         return num_steps
 
     def abandon(self, plan: StepPlan, now: float) -> tuple[Event, ...]:
@@ -406,11 +409,11 @@ class Scheduler:
             self._blocked_at is None or self._blocked_at != self._admission_state()
         ):
             return 0
-        while self._wakes and not self._is_live(self._wakes[0][2]):
+        while self._wakes and not self._is_live(self._wakes[0][-1]):
             heappop(self._wakes)
         return self._wakes[0][0] - self._num_plans if self._wakes else 0
 
-    def _admission_state(self) -> tuple[int, int, int, int] | None:
+    def _admission_state(self) -> tuple[int, ...] | None:
         """What admission depends on besides time; `None` if it depends on that too."""
         if not self._order.is_timeless:
             return None
@@ -418,8 +421,10 @@ class Scheduler:
         return (
             self._num_added,
             len(self._order),
+            self._num_places,  # a sample may end and leave all its blocks to others
             cache.num_available_blocks,
             cache.tree.num_nodes,
+            cache.tree.num_blocks,  # a match can be longer where a node has grown
         )
 
     def skip(self, num_steps: int) -> None:
@@ -522,15 +527,17 @@ class Scheduler:
 
     def _admit(self, step: _Step, now: float) -> None:
         self._blocked_at = None
+        is_awaiting = False
         for request in self._order.candidates(now):
             if step.budget == 0 or step.has_preempted:
                 return
             if request.epoch > self._open_epoch:
                 continue  # what it shall run on is not in place yet
             if self._num_places + _num_places(request) > self.config.max_num_running:
-                self._blocked_at = self._admission_state()
+                self._blocked_at = None if is_awaiting else self._admission_state()
                 return
             if self._awaits_prefix(request, now):
+                is_awaiting = True  # and starts as soon as its leader has published
                 continue
             lease = self.cache.acquire(
                 request.namespace,
@@ -543,7 +550,7 @@ class Scheduler:
             )
             if lease is None:
                 self._book_stall(request, now)
-                self._blocked_at = self._admission_state()
+                self._blocked_at = None if is_awaiting else self._admission_state()
                 return  # no overtaking: small requests must not starve a large one
             self._start(request, lease, step, now)
             self._schedule_chunk(request, step, now)
@@ -557,7 +564,7 @@ class Scheduler:
         is_resumed = request.state is RequestState.PREEMPTED
         request.state = RequestState.RUNNING
         request.lease = lease
-        if self.cache.ledger is not None and not request.sample:
+        if self.cache.ledger is not None:
             self._book_lookup(self.cache.ledger, request, lease, now)
         self._run(request, _num_places(request))
         _count_matched(request, lease.num_matched_tokens, copied)
@@ -581,7 +588,8 @@ class Scheduler:
         copied = None
         if lease.copy is not None and lease.copy_source is not None:
             copied = (lease.copy_source, lease.copy.num_tokens)
-        if ledger.entry(request.request_id) is not None:  # it was preempted
+        # It was preempted; a sample that begins again has no books of its own either.
+        if ledger.entry(request.request_id) is not None or request.sample:
             ledger.resumed(
                 request.request_id,
                 path=path,
@@ -611,11 +619,16 @@ class Scheduler:
         for leader in self._stepping:
             if leader.namespace != request.namespace or not leader.is_prefilling:
                 continue
+            lease = _lease_of(leader)
+            domain = self.cache.domain_of_next(lease, lease.num_published_blocks)
             limit = min(len(leader.tokens), len(request.tokens))
+            if domain is None:
+                continue
             if leader.spec.domain != request.spec.domain:
-                num_blocks = _lease_of(leader).num_public_blocks
+                if domain != PUBLIC:
+                    continue
                 size = self.cache.config.block_size * TOKEN_BYTES
-                limit = min(limit, num_blocks * size)
+                limit = min(limit, lease.num_public_blocks * size)
             if limit > longest:
                 same = common_prefix_bytes(leader.tokens, 0, request.tokens, 0, limit)
                 longest = max(longest, same)
@@ -623,14 +636,19 @@ class Scheduler:
 
     def _book_stall(self, request: Request, now: float) -> None:
         ledger = self.cache.ledger
-        if ledger is None:
+        if ledger is None or ledger.is_stalled(request.request_id):
             return
         cache = self.cache
-        needed = cache.num_blocks_for(request.num_tokens) + self._num_spare_blocks()
         ledger.stalled(
             request.request_id,
             tenant=request.spec.owner,
-            num_missing=max(0, needed - cache.num_available_blocks),
+            num_missing=cache.num_missing_blocks(
+                request.namespace,
+                request.spec.domain,
+                request.tokens,
+                num_slots=request.num_tokens,
+                num_spare=self._num_spare_blocks(),
+            ),
             num_active=cache.num_active_blocks,
             num_shared=cache.tree.num_pinned_blocks,
             num_cached=cache.tree.num_unpinned_blocks,
@@ -843,7 +861,7 @@ class Scheduler:
 
     def _let_go(self, request: Request, now: float) -> None:
         root = request.spec.request_id
-        if self.cache.ledger is not None and not request.sample:
+        if self.cache.ledger is not None:
             self._book_end(self.cache.ledger, request, now)
         del self._requests[request.request_id]
         self._leave_epoch(request)

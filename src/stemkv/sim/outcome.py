@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from stemkv.core.cost import CostModel, FittedCost
+from stemkv.core.identity import Domain
 from stemkv.core.ledger import (
     PUBLIC_ACCOUNT,
     Account,
@@ -44,6 +45,7 @@ from stemkv.sim.trace import Trace
 
 __all__ = ["Outcome", "trace_facts"]
 
+_PUBLIC_LABEL = "(public)"
 _MAX_PREFIXES = 50
 _MAX_PROBLEMS = 20
 
@@ -96,7 +98,8 @@ class Outcome:
         num_stalls = sum(stall.num_stalls for stall in stalls)
         slo = self._goodput(requests)
         regrets = [regret for entry in entries for regret in entry.regrets]
-        half = entries[len(entries) // 2 :]
+        by_arrival = sorted(entries, key=lambda e: (e.arrival_s, int(e.request_id)))
+        half = by_arrival[len(entries) // 2 :]
         result = ReplayResult(
             trace=trace_facts(self._trace),
             config=self._settings(),
@@ -188,7 +191,7 @@ class Outcome:
         return RequestResult(
             request_id=request.request_id,
             tenant=entry.tenant,
-            domain=f"{entry.domain.kind.value}:{entry.domain.name}",
+            domain=_spelled(entry.domain),
             identity=request.identity,
             namespace="" if entry.namespace is None else entry.namespace.hex(),
             prefix="" if entry.prefix_digest is None else entry.prefix_digest.hex(),
@@ -222,7 +225,7 @@ class Outcome:
         return RequestResult(
             request_id=request.request_id,
             tenant=request.tenant,
-            domain=f"{domain.kind.value}:{domain.name}",
+            domain=_spelled(domain),
             identity=request.identity,
             namespace=namespace.hex(),
             prefix="",
@@ -269,7 +272,7 @@ class Outcome:
             accounts = self._accounts_of(name)
             results.append(
                 TenantResult(
-                    tenant=name,
+                    tenant=_PUBLIC_LABEL if name == PUBLIC_ACCOUNT else name,
                     num_requests=len(own),
                     tokens=_totals(own),
                     saved=self._saved(own, name),
@@ -317,9 +320,7 @@ class Outcome:
         values = [
             PrefixValue(
                 digest=digest.hex(),
-                domain=f"{parts[0].domain.kind.value}:{parts[0].domain.name}".rstrip(
-                    ":"
-                ),
+                domain=_spelled(parts[0].domain),
                 start=min(part.start for part in parts),
                 end=parts[0].end,
                 num_hits=sum(part.num_hits for part in parts),
@@ -440,6 +441,10 @@ class Outcome:
             self._trace.requests[int(entry.request_id)].input_length
             for entry, _ in self._entries
         )
+        num_output = sum(
+            max(1, self._trace.requests[int(entry.request_id)].output_length)
+            for entry, _ in self._entries
+        )
         num_requests = len(self._trace.requests)
         pairs: list[tuple[str, float, float]] = [
             ("prompt tokens = those of the trace that ran", tokens.prompt, finished),
@@ -504,6 +509,11 @@ class Outcome:
                 math.fsum(tenant.stall_s for tenant in tenants),
             ),
             (
+                "output tokens = those of the trace that ran, at least one each",
+                tokens.output,
+                num_output,
+            ),
+            (
                 "output tokens = those of the tenants",
                 tokens.output,
                 sum(tenant.tokens.output for tenant in tenants),
@@ -513,6 +523,11 @@ class Outcome:
 
     def _gib(self, block_s: float) -> float:
         return block_s * self._block_bytes / GIB
+
+
+def _spelled(domain: Domain) -> str:
+    kind = domain.kind.value
+    return f"{kind}:{domain.name}" if domain.name else kind
 
 
 def trace_facts(trace: Trace) -> TraceFacts:

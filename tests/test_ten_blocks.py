@@ -1,8 +1,8 @@
-"""Executes `docs/worked-example.md` and compares every drawing in it with the core.
+"""Executes `docs/ten-blocks.md` and compares every drawing in it with the core.
 
 The document's python blocks run one after another in one namespace, against the real
 core. A text block right behind a python block is what that block must print. To see
-what a changed document would print: `python tests/test_worked_example.py`.
+what a changed document would print: `python tests/test_ten_blocks.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stemkv.core.events import (
 from stemkv.core.request import Request
 from stemkv.core.tree import Node
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "worked-example.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "ten-blocks.md"
 
 
 @dataclass(frozen=True)

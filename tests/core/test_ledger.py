@@ -1,0 +1,697 @@
+"""What the books say of small stories whose every number can be told by hand.
+
+Blocks have four tokens. A driver's clock advances by one second with every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stemkv.core import Domain, Sample, StepResult, TokenIds
+from stemkv.core.events import RequestForked, RequestPreempted
+from stemkv.core.ledger import (
+    PUBLIC_ACCOUNT,
+    Ledger,
+    MissReason,
+    PrefixAccount,
+    Regret,
+)
+from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
+from stemkv.errors import InvariantError
+from tests.core.bookkeeping import BookedDriver, spans
+from tests.core.builders import build_identity
+from tests.core.scheduling import (
+    NAMESPACE,
+    Model,
+    build_spec,
+    namespace_of,
+    tokens,
+)
+from tests.sim.depth_cost import DepthCost
+
+NEVER_SEEN = MissReason.NEVER_SEEN
+IDENTITY_DIFFERS = MissReason.IDENTITY_DIFFERS
+OTHER_DOMAIN = MissReason.OTHER_DOMAIN
+EVICTED = MissReason.EVICTED
+NOT_YET_COMPUTED = MissReason.NOT_YET_COMPUTED
+BELOW_BLOCK = MissReason.BELOW_BLOCK
+UNSHARABLE = MissReason.UNSHARABLE
+
+# Outputs are made of a, b, c and d, so no prompt here continues as one was answered.
+NINE = "efghijklm"  # two blocks and one token
+SEVENTEEN = "efghijklmnopqrstu"
+OTHER = "vwxyzyxwvuvwxyz"  # four blocks, of which three are whole
+CREW = Domain.group("crew")
+
+
+def serve(driver: BookedDriver, request_id: str, prompt: str, **spec: object) -> None:
+    driver.serve(request_id, prompt, **{"max_new_tokens": 1} | spec)  # type: ignore[arg-type]
+    driver.check_books()
+
+
+def serve_in_crew(driver: BookedDriver, request_id: str, prompt: str, who: str) -> None:
+    driver.add_in(request_id, prompt, CREW, tenant=who, max_new_tokens=1)
+    driver.run()
+    driver.check_books()
+
+
+# Why tokens were missed: each reason appears where it must, and not where it must not
+
+
+def test_what_nobody_had_was_never_seen() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    serve(driver, "again", NINE)
+    serve(driver, "other", OTHER)
+
+    assert driver.misses("first") == [(0, 8, NEVER_SEEN), (8, 9, BELOW_BLOCK)]
+    assert driver.misses("again") == [(8, 9, BELOW_BLOCK)]
+    assert driver.misses("other") == [(0, 12, NEVER_SEEN), (12, 15, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_the_last_token_is_computed_even_if_its_block_is_there() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE[:8])
+    serve(driver, "again", NINE[:8])
+
+    # Its block cannot be reused as a whole, but three of its tokens can be copied.
+    assert driver.misses("first") == [(0, 4, NEVER_SEEN), (4, 8, BELOW_BLOCK)]
+    assert driver.misses("again") == [(7, 8, BELOW_BLOCK)]
+    entry = driver.entry("again")
+    assert (entry.num_reused_tokens, entry.num_copied_tokens) == (7, 3)
+    assert entry.num_reused_blocks == 1
+    driver.finish()
+
+
+def test_what_another_tenant_has_or_had_is_another_domains() -> None:
+    driver = BookedDriver(num_blocks=4)
+    serve(driver, "alice", NINE, tenant="alice")
+    serve(driver, "bob", NINE, tenant="bob")
+    serve(driver, "large", OTHER, tenant="carol")  # evicts everything
+    serve(driver, "dave", NINE, tenant="dave")
+
+    assert driver.misses("bob") == [(0, 8, OTHER_DOMAIN), (8, 9, BELOW_BLOCK)]
+    assert driver.misses("dave") == [(0, 8, OTHER_DOMAIN), (8, 9, BELOW_BLOCK)]
+    assert driver.entry("dave").regrets == ()  # they were not his to regret
+    driver.finish()
+
+
+def test_a_group_has_one_domain_and_no_other() -> None:
+    driver = BookedDriver()
+    serve_in_crew(driver, "alice", NINE, "alice")
+    serve_in_crew(driver, "bob", NINE, "bob")
+    # Her own, and the group of her name: neither is the other.
+    serve(driver, "alone", NINE, tenant="alice")
+
+    assert driver.misses("bob") == [(8, 9, BELOW_BLOCK)]
+    assert driver.misses("alone") == [(0, 8, OTHER_DOMAIN), (8, 9, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_what_another_namespace_has_differs_in_named_fields() -> None:
+    driver = BookedDriver()
+    model = Model(adapter="v1")
+    driver.ledger.name(NAMESPACE, build_identity())
+    driver.ledger.name(
+        namespace_of(model), build_identity(adapter_scale=2.0, start_position=1)
+    )
+    serve(driver, "base", NINE)
+    serve(driver, "adapted", NINE, adapter="v1")
+    serve(driver, "nameless", NINE, adapter="v2")
+
+    expected = [(0, 8, IDENTITY_DIFFERS), (8, 9, BELOW_BLOCK)]
+    assert driver.misses("adapted") == driver.misses("nameless") == expected
+    (miss, _) = driver.entry("adapted").misses
+    assert miss.differing_fields == ("adapter_scale", "start_position")
+    assert driver.entry("adapted").misses[1].differing_fields == ()
+    (miss, _) = driver.entry("nameless").misses
+    assert miss.differing_fields == ()  # nobody said what it stands for
+    driver.finish()
+
+
+def test_of_several_reasons_the_nearest_is_given() -> None:
+    """Own eviction before another domain, another domain before another identity."""
+    driver = BookedDriver(num_blocks=4)
+    serve(driver, "adapted", NINE, adapter="v1", tenant="alice")
+    serve(driver, "alice", NINE, tenant="alice")
+    serve(driver, "bob", NINE, tenant="bob")
+    serve(driver, "large", OTHER)
+    serve(driver, "alice-again", NINE, tenant="alice")
+
+    assert driver.misses("alice") == [(0, 8, IDENTITY_DIFFERS), (8, 9, BELOW_BLOCK)]
+    assert driver.misses("bob") == [(0, 8, OTHER_DOMAIN), (8, 9, BELOW_BLOCK)]
+    assert driver.misses("alice-again") == [(0, 8, EVICTED), (8, 9, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_what_was_evicted_is_regretted_by_those_who_might_have_found_it() -> None:
+    driver = BookedDriver(num_blocks=4)
+    serve(driver, "first", SEVENTEEN[:13])  # three blocks cached, one free
+    serve(driver, "other", "vwxyz")  # takes two: the tail block goes
+    evicted_s = driver.events_of("other")[0].now
+    serve(driver, "again", SEVENTEEN[:13])
+    admitted_s = driver.events_of("again")[0].now
+
+    assert driver.misses("again") == [(8, 12, EVICTED), (12, 13, BELOW_BLOCK)]
+    assert driver.entry("again").regrets == (Regret(4, admitted_s - evicted_s),)
+    assert admitted_s > evicted_s
+    assert driver.entry("other").regrets == ()
+    driver.finish()
+
+
+def test_a_public_prefix_that_was_evicted_is_everybodys_regret() -> None:
+    driver = BookedDriver(num_blocks=4)
+    driver.declare_public(NINE[:8])
+    serve(driver, "alice", NINE, tenant="alice")
+    serve(driver, "large", OTHER, tenant="alice")
+    serve(driver, "bob", NINE, tenant="bob")
+
+    assert driver.misses("bob") == [(0, 8, EVICTED), (8, 9, BELOW_BLOCK)]
+    assert [regret.num_tokens for regret in driver.entry("bob").regrets] == [8]
+    driver.finish()
+
+
+def test_what_had_to_be_dropped_is_nobodys_regret() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    driver.retire_for_all()
+    serve(driver, "again", NINE)
+
+    assert driver.misses("again") == [(0, 8, EVICTED), (8, 9, BELOW_BLOCK)]
+    assert driver.entry("again").regrets == ()
+    assert driver.ledger.accounts(driver.now)["a"].num_evicted_blocks == 0
+    driver.finish()
+
+
+def chunked() -> BookedDriver:
+    """Nobody waits for anybody, and a leader has published eight of its tokens."""
+    driver = BookedDriver(token_budget=10, max_steps_awaiting=0)
+    driver.declare_public(SEVENTEEN[:12])
+    driver.add("leader", SEVENTEEN, tenant="alice")
+    driver.step()
+    return driver
+
+
+def test_what_somebody_computes_just_then_is_not_yet_computed() -> None:
+    driver = chunked()
+    driver.add("follower", SEVENTEEN, tenant="alice")
+    driver.run()
+
+    expected = [(8, 16, NOT_YET_COMPUTED), (16, 17, BELOW_BLOCK)]
+    assert driver.misses("follower") == expected
+    driver.finish()
+
+
+def test_a_stranger_would_have_been_given_what_is_public_only() -> None:
+    driver = chunked()
+    driver.add("stranger", SEVENTEEN, tenant="bob")
+    driver.run()
+
+    assert driver.misses("stranger") == [
+        (8, 12, NOT_YET_COMPUTED),
+        (12, 16, NEVER_SEEN),
+        (16, 17, BELOW_BLOCK),
+    ]
+    driver.finish()
+
+
+@pytest.mark.parametrize("how", ["retired", "cut off", "private above"])
+def test_what_a_leader_will_not_publish_is_not_to_come(how: str) -> None:
+    driver = BookedDriver(token_budget=10, max_steps_awaiting=0)
+    if how == "private above":
+        serve(driver, "before", SEVENTEEN[:5], tenant="alice")
+    driver.declare_public(SEVENTEEN[:12])
+    driver.add("leader", SEVENTEEN, tenant="alice")
+    driver.step()
+    if how == "retired":
+        driver.retire()
+    elif how == "cut off":
+        driver.cut_off("leader")
+    driver.add("stranger", SEVENTEEN, tenant="bob")
+    driver.run()
+
+    assert driver.entry("stranger").admitted_s < driver.ends["leader"].now
+    reasons = [reason for _, _, reason in driver.misses("stranger")]
+    assert NOT_YET_COMPUTED not in reasons
+    driver.finish()
+
+
+def test_who_waited_for_a_prefix_has_missed_nothing_of_it() -> None:
+    driver = BookedDriver(token_budget=8)
+    driver.add("leader", SEVENTEEN)
+    driver.step()
+    driver.add("follower", SEVENTEEN)
+    driver.run()
+
+    assert driver.misses("follower") == [(16, 17, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_who_shares_with_nobody_misses_everything_for_that() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    serve(driver, "alone", NINE, namespace=None)
+    serve(driver, "again", NINE)
+
+    assert driver.misses("alone") == [(0, 9, UNSHARABLE)]
+    assert driver.misses("again") == [(8, 9, BELOW_BLOCK)]
+    assert driver.entry("alone").num_retained_blocks == 0
+    driver.finish()
+
+
+def test_the_first_miss_is_where_prompts_part_inside_a_block() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    serve(driver, "second", NINE[:6] + "zzz")
+
+    entry = driver.entry("second")
+    assert entry.first_miss is not None
+    assert (entry.first_miss.start, entry.first_miss.reason) == (6, NEVER_SEEN)
+    assert (entry.num_reused_tokens, entry.num_copied_tokens) == (6, 2)
+    assert entry.writers == {"a": 6}
+    driver.finish()
+
+
+def test_a_prompt_that_ends_in_a_span_ends_before_it() -> None:
+    """Its last token is computed, and then too little of the span is left to tell."""
+    scheduler = BookedDriver().scheduler
+    span = Span(digest=bytes(32), num_tokens=MIN_SPAN_TOKENS)
+    prompt = TokenIds.from_parts([tokens("ef"), span])
+    for now, request_id in enumerate(("first", "again")):
+        spec = build_spec(request_id, max_new_tokens=6)
+        scheduler.add(replace(spec, prompt=prompt))
+        plan = scheduler.schedule(float(now))
+        if request_id == "again":
+            break
+        while scheduler.has_work:
+            samples = {c.request_id: (Sample(9),) for c in plan.chunks}
+            scheduler.commit(plan, StepResult(samples), float(now))
+            if scheduler.has_work:
+                plan = scheduler.schedule(float(now))
+
+    assert scheduler.cache.tree.num_blocks == 4, "all of it is there"
+    assert plan.chunks[0].start == 2
+    ledger = scheduler.cache.ledger
+    assert ledger is not None
+    entry = ledger.entry("again")
+    assert entry is not None
+    assert spans(entry.misses) == [(2, 11, BELOW_BLOCK)]
+
+
+# Who wrote, who read, who pays
+
+
+def test_a_reader_is_told_who_brought_in_what_it_reused() -> None:
+    driver = BookedDriver()
+    serve_in_crew(driver, "x", SEVENTEEN[:9], "xeno")
+    serve_in_crew(driver, "y", SEVENTEEN, "yves")
+    serve_in_crew(driver, "z", SEVENTEEN, "zoe")
+
+    assert driver.entry("y").writers == {"xeno": 8}
+    assert driver.entry("z").writers == {"xeno": 8, "yves": 8}
+    accounts = driver.ledger.accounts(driver.now)
+    assert {name: a.num_published_blocks for name, a in accounts.items()} == {
+        "xeno": 2,
+        "yves": 2,
+        "zoe": 0,
+    }
+    assert len(driver.cache.tree.roots()[NAMESPACE].children) == 1
+    assert driver.cache.tree.num_nodes == 2, "a node has one owner"
+    driver.finish()
+
+
+def test_owners_do_not_change_what_is_matched() -> None:
+    """Two nodes of two owners are found as one of a single owner would be."""
+    alone, both = BookedDriver(), BookedDriver()
+    for driver, names in ((alone, "xx"), (both, "xy")):
+        serve_in_crew(driver, "1", SEVENTEEN[:9], names[0])
+        serve_in_crew(driver, "2", SEVENTEEN, names[1])
+    assert alone.cache.tree.num_nodes == 1
+    assert both.cache.tree.num_nodes == 2
+    for end in range(1, 18):
+        asked = tokens(SEVENTEEN[:end] + "z").buffer
+        found = [d.cache.peek(NAMESPACE, CREW, asked) for d in (alone, both)]
+        assert found[0] == found[1]
+    alone.finish()
+    both.finish()
+
+
+def test_a_split_of_ones_own_is_undone_and_one_between_owners_is_not() -> None:
+    driver = BookedDriver()
+    serve_in_crew(driver, "x", SEVENTEEN, "xeno")
+    serve_in_crew(driver, "short", SEVENTEEN[:6], "yves")  # cuts after a block
+    assert driver.cache.tree.num_nodes == 1
+    assert driver.misses("short") == [(5, 6, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_what_is_public_is_on_nobodys_account() -> None:
+    driver = BookedDriver()
+    driver.declare_public(NINE[:4])
+    serve(driver, "first", NINE, tenant="alice")
+    serve(driver, "second", NINE, tenant="bob")
+    driver._tick()
+
+    accounts = driver.ledger.accounts(driver.now)
+    assert {name: a.num_cached_blocks for name, a in accounts.items()} == {
+        PUBLIC_ACCOUNT: 1,
+        "alice": 1,
+        "bob": 1,
+    }
+    assert driver.entry("second").writers == {"alice": 4}
+    driver.finish()
+
+
+def test_retained_seconds_begin_when_the_last_lease_ends() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)  # ends with two cached blocks at this moment
+    for _ in range(5):
+        driver._tick()
+
+    account = driver.ledger.accounts(driver.now)["a"]
+    assert account.retained_block_s == 2 * 5
+    # Three blocks (two whole ones, one for the last token) from schedule to commit.
+    assert account.active_block_s == 3 * 1
+    (prefix,) = driver.ledger.prefixes(driver.cache.tree.nodes(), driver.now).values()
+    # One for the block it holds from the commit on, and that was no time at all.
+    assert (prefix.start, prefix.end) == (0, 8)
+    assert (prefix.retained_block_s, prefix.active_block_s) == (2 * 5, 0)
+    driver.finish()
+
+
+def test_a_prefix_that_comes_and_goes_has_one_line() -> None:
+    driver = BookedDriver(num_blocks=4)
+    for number in range(3):
+        serve(driver, f"one-{number}", NINE)
+        serve(driver, f"one-again-{number}", NINE)
+        serve(driver, f"large-{number}", OTHER)
+
+    prefixes = driver.ledger.prefixes(driver.cache.tree.nodes(), driver.now)
+    lines = [p for p in prefixes.values() if p.end == 8]
+    assert len(lines) == 1
+    (line,) = lines
+    assert (line.num_hits, line.hit_tokens) == (3, 24)
+    assert line.num_evicted_blocks == 3 * 2
+    assert line.saved_s == 3 * DepthCost().prefill_seconds(0, 8)
+    driver.finish()
+
+
+def test_a_hit_on_a_part_divides_what_the_whole_had() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "again", SEVENTEEN)
+    driver.add("part", SEVENTEEN[:9], max_new_tokens=4)
+    driver.step()  # it runs and holds the first half
+    driver.check_books()
+
+    halves = {p.end: p for p in prefix_list(driver)}
+    assert halves.keys() == {8, 16}
+    assert (halves[8].start, halves[16].start) == (0, 8)
+    assert (halves[8].num_hits, halves[8].hit_tokens) == (2, 8 + 8)
+    assert (halves[16].num_hits, halves[16].hit_tokens) == (1, 8)
+
+    driver.run()
+    whole = next(p for p in prefix_list(driver) if p.end == 16)
+    assert (whole.start, whole.num_hits, whole.hit_tokens) in (
+        (0, 2, 24),  # the cut is undone
+        (8, 1, 8),  # what was answered hangs at the cut and keeps it
+    )
+    driver.finish()
+
+
+def prefix_list(driver: BookedDriver) -> list[PrefixAccount]:
+    nodes = driver.cache.tree.nodes()
+    return list(driver.ledger.prefixes(nodes, driver.now).values())
+
+
+# Stalls
+
+
+def stalled() -> BookedDriver:
+    """Alice holds three of four blocks for long; Bob asks for two."""
+    driver = BookedDriver(num_blocks=4)
+    driver.add("alice", NINE, tenant="alice", max_new_tokens=5)
+    driver.step()
+    driver.add("bob", "vwxyz", tenant="bob", max_new_tokens=1)
+    return driver
+
+
+def test_a_stall_lasts_from_the_first_refusal_to_the_admission() -> None:
+    driver = stalled()
+    driver.step()
+    refused_s = driver.plans[-1].now
+    driver.run()
+
+    entry = driver.entry("bob")
+    assert entry.stall_s == entry.admitted_s - refused_s > 0
+    accounts = driver.ledger.accounts(driver.now)
+    assert (accounts["bob"].num_stalls, accounts["bob"].stall_s) == (1, entry.stall_s)
+    assert (accounts["alice"].num_stalls, accounts["alice"].stall_s) == (0, 0.0)
+    driver.finish()
+
+
+def test_a_stall_names_who_held_the_memory() -> None:
+    driver = stalled()
+    driver.step()
+    driver.step()  # still the same stall
+
+    stalls = driver.ledger.stalls
+    assert stalls.num_stalls == 1
+    assert stalls.by_account == {"alice": 3}
+    assert (stalls.active_blocks, stalls.shared_blocks, stalls.cached_blocks) == (
+        3,
+        2,
+        0,
+    )
+    assert stalls.missing_blocks == 2  # two to hold and one to spare, one was free
+    driver.finish()
+
+
+def test_what_is_shared_with_a_running_request_is_not_missing() -> None:
+    driver = BookedDriver(num_blocks=7)
+    driver.add("alice", SEVENTEEN, max_new_tokens=4)  # five blocks
+    driver.step()
+    driver.add("follower", SEVENTEEN[:16] + "vwxyz", max_new_tokens=1)
+    driver.step()
+
+    # Six blocks, of which four are there and in use: two, and one to spare, of two.
+    assert driver.ledger.stalls.num_stalls == 1
+    assert driver.ledger.stalls.missing_blocks == 1
+    driver.finish()
+
+
+def test_who_waits_for_a_place_does_not_stall() -> None:
+    driver = BookedDriver(max_num_running=1)
+    driver.add("first", NINE, max_new_tokens=5)
+    driver.step()
+    driver.add("second", NINE, max_new_tokens=5)
+    driver.run()
+
+    assert driver.ledger.stalls.num_stalls == 0
+    assert driver.entry("second").stall_s == 0.0
+    driver.finish()
+
+
+def test_a_stall_that_ends_with_a_cancel_is_over() -> None:
+    driver = stalled()
+    driver.step()
+    refused_s = driver.plans[-1].now
+    driver.cancel("bob")
+
+    account = driver.ledger.accounts(driver.now)["bob"]
+    assert (account.num_stalls, account.stall_s) == (1, driver.now - refused_s)
+    assert not driver.ledger.is_stalled("bob")
+    driver.finish()
+
+
+def test_a_sample_that_stalls_leaves_nothing_behind() -> None:
+    """Only whole requests have entries, but memory they wait for is waited for."""
+    driver = BookedDriver(num_blocks=4)
+    driver.add("r", "efg", num_samples=3, max_new_tokens=9)
+    driver.run_until(RequestPreempted)
+    driver.run()
+
+    accounts = driver.ledger.accounts(driver.now)
+    assert accounts["a"].num_stalls == driver.ledger.stalls.num_stalls > 0
+    assert accounts["a"].stall_s > 0
+    assert not any(driver.ledger.is_stalled(name) for name in ("r", "r#1", "r#2"))
+    driver.finish()
+
+
+# Ends
+
+
+def test_who_is_cancelled_has_missed_what_it_computed() -> None:
+    driver = BookedDriver(token_budget=4, max_num_running=4)
+    driver.add("r", NINE)
+    driver.step()
+    driver.cancel("r")
+    driver.run()
+    driver._note(driver.scheduler.take_events())
+
+    entry = driver.entry("r")
+    assert driver.misses("r") == [(0, 4, NEVER_SEEN)]
+    assert (entry.num_computed_tokens, entry.num_reused_tokens) == (4, 0)
+    assert entry.finish_reason == "cancelled"
+    assert driver.ledger.misses[NEVER_SEEN] == 4
+    driver.finish()
+
+
+def test_who_was_never_admitted_has_no_entry() -> None:
+    driver = stalled()
+    driver.step()
+    driver.cancel("bob")
+    driver.run()
+
+    assert [entry.request_id for entry in driver.entries] == ["alice"]
+    assert driver.ledger.entry("bob") is None
+    driver.finish()
+
+
+def test_a_failed_step_leaves_entries_of_what_was_computed_before() -> None:
+    driver = BookedDriver(token_budget=4, max_num_running=4)
+    driver.add("r", NINE)
+    driver.step()
+    driver.abandon(driver.schedule())
+
+    assert driver.misses("r") == [(0, 4, NEVER_SEEN)]
+    assert driver.entry("r").finish_reason == "failed"
+    driver.finish()
+
+
+def test_who_begins_again_reused_in_vain() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    driver.add("r", NINE)
+    driver.step()
+    driver.restart("r", "v1")
+    driver.check_books()
+    driver.run()
+
+    entry = driver.entry("r")
+    assert entry.num_reused_tokens == 0
+    assert driver.misses("r") == [(0, 8, IDENTITY_DIFFERS), (8, 9, BELOW_BLOCK)]
+    assert driver.ledger.num_reused_tokens == 0
+    assert driver.ledger.saved_s == 0.0
+    driver.check_books()  # what was credited is in vain, and the sums agree
+    driver.finish()
+
+
+def test_a_preempted_request_reuses_what_others_computed_meanwhile() -> None:
+    driver = BookedDriver(num_blocks=8, token_budget=2)
+    driver.add("old", "wxyz", tenant="b", max_new_tokens=12)
+    driver.step()
+    driver.step()
+    driver.add("young", SEVENTEEN, max_new_tokens=1)
+    driver.run_until(RequestPreempted)
+    num_known = driver.requests["young"].num_counted
+    assert 0 < num_known < 16
+    # Somebody with the same prompt, who comes first.
+    driver.add("other", SEVENTEEN, max_new_tokens=1, arrival_s=0.0)
+    driver.run()
+
+    entry = driver.entry("young")
+    assert entry.num_preemptions == 1
+    assert entry.num_reused_tokens == 16 - num_known
+    assert entry.saved_s == DepthCost().prefill_seconds(num_known, 16)
+    assert driver.misses("young") == [
+        (0, num_known, NEVER_SEEN),
+        (16, 17, BELOW_BLOCK),
+    ]
+    driver.finish()
+
+
+def test_blocks_that_a_request_published_are_its_own() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE, max_new_tokens=4)  # computes 12 tokens
+    serve(driver, "again", NINE, max_new_tokens=4)
+
+    assert driver.entry("first").num_retained_blocks == 3
+    assert driver.entry("again").num_retained_blocks == 0  # they were there
+    driver.finish()
+
+
+def test_samples_share_one_entry() -> None:
+    driver = BookedDriver()
+    driver.add("r", NINE, num_samples=3, max_new_tokens=4)
+    driver.run()
+
+    assert any(isinstance(event, RequestForked) for event in driver.events)
+    (entry,) = driver.entries
+    assert entry.num_computed_tokens == 9
+    driver.finish()
+
+
+# What the ledger refuses
+
+
+def test_a_ledger_that_does_not_add_up_says_so() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE)
+    serve(driver, "again", NINE)
+    for name in (
+        "_num_prompt",
+        "_num_reused",
+        "_num_computed",
+        "_num_credited",
+        "_saved_s",
+        "_credited_s",
+    ):
+        value = getattr(driver.ledger, name)
+        setattr(driver.ledger, name, value + 1)
+        with pytest.raises(InvariantError, match="does not add up"):
+            driver.check_books()
+        setattr(driver.ledger, name, value)
+    driver.finish()
+
+
+def test_a_ledger_and_a_scheduler_that_disagree_say_so() -> None:
+    ledger = Ledger(4, DepthCost())
+    ledger.admitted(
+        "r",
+        tenant="a",
+        domain=Domain.private("a"),
+        namespace=NAMESPACE,
+        prompt=tokens(NINE).buffer,
+        path=[],
+        copied=None,
+        num_awaitable=0,
+        arrival_s=0.0,
+        now=1.0,
+    )
+    with pytest.raises(InvariantError, match="reused 4 tokens, the ledger has 0"):
+        ledger.ended(
+            "r",
+            reason="length",
+            num_reused=4,
+            num_computed=5,
+            num_recomputed=0,
+            num_output=1,
+            num_preemptions=0,
+            now=2.0,
+        )
+
+
+def test_a_request_that_computed_less_than_it_missed_did_not_finish() -> None:
+    """Prompt tokens that nobody accounts for are an error, not a rounding."""
+    driver = BookedDriver()
+    driver.add("r", NINE, max_new_tokens=1)
+    plan = driver.schedule()
+    entry = driver.ledger.entry("r")
+    assert entry is not None
+    entry.misses.pop()
+
+    with pytest.raises(InvariantError, match="computed 9 .* the ledger has 8 that it"):
+        driver.execute_and_commit(plan)
+
+
+def test_nobody_can_have_the_public_account() -> None:
+    driver = BookedDriver()
+    driver.declare_public(NINE[:4])
+    serve(driver, "r", NINE, tenant="(public)")
+
+    accounts = driver.ledger.accounts(driver.now)
+    assert sorted(a.num_cached_blocks for a in accounts.values()) == [1, 1]
