@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -153,8 +154,7 @@ def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
         runs = ask(history, asked)
 
         assert spelled_out(runs) == twin.past(asked)
-        neighbours = zip(runs, runs[1:], strict=False)
-        assert all(left.past != right.past for left, right in neighbours)
+        assert all(left.past != right.past for left, right in pairwise(runs))
         assert ask(history, asked) == runs, "asking changes nothing"
 
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from stemkv.core import Domain, Sample, StepResult, TokenIds
+from stemkv.core.account import PrefixAccount
 from stemkv.core.events import RequestForked, RequestPreempted
 from stemkv.core.ledger import (
     PUBLIC_ACCOUNT,
     Ledger,
     MissReason,
-    PrefixAccount,
     Regret,
 )
 from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
@@ -399,7 +399,9 @@ def test_a_prefix_that_comes_and_goes_has_one_line() -> None:
     driver.finish()
 
 
-def test_a_hit_on_a_part_divides_what_the_whole_had() -> None:
+def test_a_prefix_is_cut_where_prompts_part_and_not_where_a_match_or_an_eviction_ended() -> (
+    None
+):
     driver = BookedDriver()
     serve(driver, "first", SEVENTEEN)
     serve(driver, "again", SEVENTEEN)
@@ -407,18 +409,23 @@ def test_a_hit_on_a_part_divides_what_the_whole_had() -> None:
     driver.step()  # it runs and holds the first half
     driver.check_books()
 
-    halves = {p.end: p for p in prefix_list(driver)}
-    assert halves.keys() == {8, 16}
-    assert (halves[8].start, halves[16].start) == (0, 8)
-    assert (halves[8].num_hits, halves[8].hit_tokens) == (2, 8 + 8)
-    assert (halves[16].num_hits, halves[16].hit_tokens) == (1, 8)
+    (whole,) = prefix_list(driver)
+    assert (whole.start, whole.end) == (0, 16)
+    assert (whole.num_hits, whole.hit_tokens) == (2, 16 + 8)
+    driver.finish()
 
-    driver.run()
-    whole = next(p for p in prefix_list(driver) if p.end == 16)
-    assert (whole.start, whole.num_hits, whole.hit_tokens) in (
-        (0, 2, 24),  # the cut is undone
-        (8, 1, 8),  # what was answered hangs at the cut and keeps it
-    )
+
+def test_what_a_run_earned_before_prompts_parted_goes_to_where_hits_had_reached() -> (
+    None
+):
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "half", SEVENTEEN[:9])
+    serve(driver, "parts", SEVENTEEN[:8] + OTHER[:9])
+
+    runs = {(p.start, p.end): p for p in prefix_list(driver)}
+    assert (runs[0, 8].num_hits, runs[0, 8].hit_tokens) == (2, 16)
+    assert (runs[8, 16].num_hits, runs[8, 16].hit_tokens) == (0, 0)
     driver.finish()
 
 

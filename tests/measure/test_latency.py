@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,10 +47,7 @@ def test_a_distribution_rises_from_the_least_to_the_most(values: list[float]) ->
     assert shares == [percent / 100 for percent in range(101)]
     assert (points[0], points[-1]) == (min(values), max(values))
     # Interpolation may round a step down by one unit in the last place.
-    assert all(
-        right >= left or close(left, right)
-        for left, right in zip(points, points[1:], strict=False)
-    )
+    assert all(right >= left or close(left, right) for left, right in pairwise(points))
     expected = np.percentile(values, [100 * share for share in shares])
     assert all(close(*pair) for pair in zip(points, expected.tolist(), strict=True))
 

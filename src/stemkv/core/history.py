@@ -7,20 +7,24 @@ of blocks, leases or policies.
 One tree for all namespaces and domains, so that a miss can be traced to another domain
 (what isolation costs) or to another identity (what a rollout or an adapter costs).
 A holder is a namespace with a domain in it; for each holder a node notes per block
-since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left.
+since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left. And it keeps the
+accounts of what left: its runs are cut where prompts part, not where an eviction
+happened to stop, so they are what people call a prefix.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from stemkv.core.account import PrefixAccount
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
 
-__all__ = ["History", "Past", "PastRun"]
+__all__ = ["Booking", "History", "Past", "PastRun"]
 
 _NEVER = -math.inf  # this holder never had the block
 _RESIDENT = math.inf
@@ -52,16 +56,28 @@ class PastRun:
     past: Past
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Booking:
+    """An account of blocks `start … stop - 1` of some tokens; it is the history's now."""
+
+    namespace: bytes
+    tokens: bytes
+    start: int
+    stop: int
+    account: PrefixAccount
+
+
 class _Node:
     """A run of blocks that no branch divides, and who held it."""
 
-    __slots__ = ("children", "edge", "gone", "last_s", "parent")
+    __slots__ = ("accounts", "children", "edge", "gone", "last_s", "parent")
 
     def __init__(self, parent: _Node | None, edge: bytes) -> None:
         self.parent = parent
         self.edge = edge
         self.children: dict[bytes, _Node] = {}
         self.gone: dict[Holder, array[float]] = {}  # one number per block
+        self.accounts: dict[Holder, PrefixAccount] = {}  # of what left
         self.last_s = 0.0  # last change, for forgetting
 
 
@@ -77,6 +93,8 @@ class History:
         self._max_blocks = max_blocks
         self._root = _Node(None, b"")
         self._num_blocks = 0
+        self._block_size = block_size
+        self._forgotten: dict[Holder, PrefixAccount] = {}  # accounts without a place
 
     @property
     def num_blocks(self) -> int:
@@ -128,7 +146,64 @@ class History:
             runs.append(PastRun(stop - max(index, start), Past()))
         return _joined(runs)
 
+    def book(self, booking: Booking) -> None:
+        """Keep an account, in parts where its run is cut."""
+        for node, part in self._parts(booking):
+            self._keep(node, (booking.namespace, part.domain), part)
+
+    def accounts(self, resident: Iterable[Booking]) -> dict[bytes, PrefixAccount]:
+        """Return the accounts of all runs by digest, with those of `resident` in them.
+
+        What was forgotten is in one account for each holder, of no tokens. O(tokens).
+        """
+        found: dict[_Node | None, dict[Holder, PrefixAccount]] = {}
+        for booking in resident:
+            for node, part in self._parts(booking):
+                _put(found.setdefault(node, {}), (booking.namespace, part.domain), part)
+        result: dict[bytes, PrefixAccount] = {}
+        stack: list[tuple[_Node | None, int, bytes]] = [
+            (node, 0, b"") for node in self._root.children.values()
+        ]
+        for holder, account in _with(self._forgotten, found.get(None, {})).items():
+            account.start = account.end = 0
+            result[_digest(holder, b"")] = account
+        while stack:
+            node, start, above = stack.pop()
+            assert node is not None, "only the root has none"
+            tokens = above + node.edge
+            for holder, account in _with(node.accounts, found.get(node, {})).items():
+                account.start = start
+                account.end = len(tokens) // TOKEN_BYTES
+                result[_digest(holder, tokens)] = account
+            end = len(tokens) // TOKEN_BYTES
+            stack.extend((child, end, tokens) for child in node.children.values())
+        return result
+
     # Private
+
+    def _parts(self, booking: Booking) -> Iterator[tuple[_Node | None, PrefixAccount]]:
+        """Divide an account among the runs it lies on; the last may have no place.
+
+        A part that begins inside a run brings no hits: who reused it, reused the run
+        from its start, and is counted there.
+        """
+        account, start, index = booking.account, booking.start, 0
+        for node, num_same in tuple(self._walk(booking.tokens, booking.stop)):
+            end = index + num_same
+            if start < end:
+                part = account
+                if end < booking.stop:
+                    part = account.split_off(end - start, self._block_size)
+                if start > index:
+                    part.num_hits = 0
+                yield node, part
+                start = end
+            index = end
+        if start < booking.stop:
+            yield None, account
+
+    def _keep(self, node: _Node | None, holder: Holder, account: PrefixAccount) -> None:
+        _put(self._forgotten if node is None else node.accounts, holder, account)
 
     def _walk(self, tokens: bytes, stop: int) -> Iterator[tuple[_Node, int]]:
         """Yield (node, leading blocks of it that agree) along `tokens[:stop blocks]`."""
@@ -215,6 +290,9 @@ class History:
         for holder, gone in node.gone.items():
             upper.gone[holder] = gone[:num_blocks]
             node.gone[holder] = gone[num_blocks:]
+        for holder, account in node.accounts.items():
+            account.num_blocks = len(node.edge) // size
+            upper.accounts[holder] = account.split_off(num_blocks, self._block_size)
         parent.children[upper.edge[:size]] = upper
         node.parent = upper
         node.edge = node.edge[num_blocks * size :]
@@ -236,6 +314,8 @@ class History:
                     return
                 assert node.parent is not None, "the root is no leaf of blocks"
                 del node.parent.children[node.edge[:size]]
+                for holder, account in node.accounts.items():
+                    self._keep(None, holder, account)
                 self._num_blocks -= len(node.edge) // size
 
     def _nodes(self) -> Iterator[_Node]:
@@ -244,6 +324,36 @@ class History:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _put(
+    accounts: dict[Holder, PrefixAccount], holder: Holder, account: PrefixAccount
+) -> None:
+    """Add an account to what is there of the same holder."""
+    present = accounts.get(holder)
+    if present is None:
+        accounts[holder] = account
+        return
+    present.add(account)
+    present.num_hits += account.num_hits
+
+
+def _with(
+    kept: dict[Holder, PrefixAccount], found: dict[Holder, PrefixAccount]
+) -> dict[Holder, PrefixAccount]:
+    """Return copies of the sums of both."""
+    result = {holder: account.copy() for holder, account in kept.items()}
+    for holder, account in found.items():
+        _put(result, holder, account)
+    return result
+
+
+def _digest(holder: Holder, tokens: bytes) -> bytes:
+    namespace, domain = holder
+    place = (namespace, domain.kind.value, domain.name)
+    digest = hashlib.sha256(repr(place).encode())
+    digest.update(tokens)
+    return digest.digest()
 
 
 def _pasts(

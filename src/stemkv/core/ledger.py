@@ -7,9 +7,9 @@ it decides nothing, and nothing it says may reach another tenant: it is the oper
 Two kinds of account. A tenant's account integrates blocks over time: active ones (held
 by a lease) and retained ones (cached, held by nobody). What is public belongs to nobody
 in particular and has an account of its own, `PUBLIC_ACCOUNT`. A prefix's account does
-the same for one node of the tree, and is credited with the hits on it; when the node is
-evicted, the account is kept under the digest of its tokens, so that a prefix that comes
-and goes has one line. Both kinds add up to the same totals.
+the same for one node of the tree, and is credited with the hits on it; what is evicted
+is booked where the history remembers its tokens, so that a prefix that comes and goes
+has one line. Both kinds add up to the same totals.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
 
+from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel
-from stemkv.core.history import History
+from stemkv.core.history import Booking, History
 from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.tree import Node
@@ -114,55 +114,6 @@ class LedgerEntry:
 
 
 @dataclass(slots=True)
-class Account:
-    """What one tenant holds and held. Blocks and block-seconds are exact."""
-
-    num_active_blocks: int = 0
-    num_cached_blocks: int = 0
-    active_block_s: float = 0.0
-    retained_block_s: float = 0.0
-    num_evicted_blocks: int = 0
-    num_published_blocks: int = 0
-    num_stalls: int = 0
-    stall_s: float = 0.0
-    since_s: float = 0.0  # up to when the two integrals are
-
-    def settle(self, now: float) -> None:
-        """Bring the integrals up to `now`."""
-        seconds = now - self.since_s
-        self.active_block_s += self.num_active_blocks * seconds
-        self.retained_block_s += self.num_cached_blocks * seconds
-        self.since_s = now
-
-
-@dataclass(slots=True)
-class PrefixAccount:
-    """What one run of published blocks cost and was worth."""
-
-    domain: Domain
-    start: int  # first token of the run
-    num_blocks: int
-    is_pinned: bool
-    since_s: float
-    num_hits: int = 0  # requests that reused all or part of it
-    hit_tokens: int = 0
-    saved_s: float = 0.0
-    active_block_s: float = 0.0
-    retained_block_s: float = 0.0
-    num_evicted_blocks: int = 0
-    end: int = 0  # one past its last token; known when it leaves, or for a report
-
-    def settle(self, now: float) -> None:
-        """Bring the integrals up to `now`."""
-        block_s = self.num_blocks * (now - self.since_s)
-        if self.is_pinned:
-            self.active_block_s += block_s
-        else:
-            self.retained_block_s += block_s
-        self.since_s = now
-
-
-@dataclass(slots=True)
 class StallTotals:
     """Who held the memory when an admission had to wait, summed over the stalls."""
 
@@ -197,7 +148,6 @@ class Ledger:
         self._history = History(block_size, max_blocks=max_history_blocks)
         self._accounts: dict[str, Account] = {}
         self._prefixes: dict[int, PrefixAccount] = {}  # by node id, resident
-        self._closed: dict[bytes, PrefixAccount] = {}  # by digest, evicted
         self._identities: dict[bytes, ComputeIdentity] = {}
         self._open: dict[str, LedgerEntry] = {}
         self._stalled: dict[str, tuple[str, float]] = {}  # request → tenant, since when
@@ -234,21 +184,23 @@ class Ledger:
         """Return copies of all accounts, with integrals up to `now`."""
         copies = {}
         for name, account in sorted(self._accounts.items()):
-            copies[name] = _copy(account)
+            copies[name] = account.copy()
             copies[name].settle(now)
         return copies
 
     def prefixes(self, nodes: Iterable[Node], now: float) -> dict[bytes, PrefixAccount]:
-        """Return copies of all prefix accounts by digest, with integrals up to `now`.
+        """Return the accounts of all runs by digest, with integrals up to `now`.
 
-        `nodes` are the resident ones, as `PrefixTree.nodes` gives them.
+        A run is what no branch divides in all that is remembered, so it stays the same
+        through evictions. The digest is SHA-256 over namespace, domain and all tokens
+        up to its end. `nodes` are the resident ones, as `PrefixTree.nodes` gives them.
         """
-        result = {digest: _copy(account) for digest, account in self._closed.items()}
+        resident = []
         for node in nodes:
-            account = _copy(self._prefixes[node.id])
+            account = self._prefixes[node.id].copy()
             account.settle(now)
-            _add(result, *self._closing(node, account))
-        return result
+            resident.append(self._booking(node, account))
+        return self._history.accounts(resident)
 
     def entry(self, request_id: str) -> LedgerEntry | None:
         """Return the entry of a running request; `None` before admission and after."""
@@ -515,6 +467,7 @@ class Ledger:
             self._prefixes[node.id] = PrefixAccount(
                 domain=node.domain,
                 start=start * self.block_size,
+                end=stop * self.block_size,
                 num_blocks=num_blocks,
                 is_pinned=True,
                 since_s=now,
@@ -522,6 +475,7 @@ class Ledger:
         else:
             account.settle(now)
             account.num_blocks += num_blocks
+            account.end += num_blocks * self.block_size
         self._history.published(namespace, node.domain, tokens, start, stop, now)
 
     def pinned(self, node: Node, now: float) -> None:
@@ -533,21 +487,10 @@ class Ledger:
         self._change(node, now, is_pinned=False)
 
     def split(self, upper: Node, lower: Node, now: float) -> None:
-        """Divide an account as its node was divided, by blocks."""
+        """Divide an account as its node was divided."""
         account = self._prefixes[lower.id]
         account.settle(now)
-        share = upper.num_blocks / account.num_blocks
-        part = _copy(account)
-        part.num_blocks = upper.num_blocks
-        account.num_blocks = lower.num_blocks
-        account.start = part.start + upper.num_blocks * self.block_size
-        for name in ("saved_s", "active_block_s", "retained_block_s"):
-            value = getattr(account, name)
-            setattr(part, name, value * share)
-            setattr(account, name, value - value * share)
-        part.hit_tokens = min(account.hit_tokens, round(account.hit_tokens * share))
-        account.hit_tokens -= part.hit_tokens
-        part.num_evicted_blocks = 0  # they were its tail's
+        part = account.split_off(upper.num_blocks, self.block_size)
         self._prefixes[upper.id] = part
 
     def merged(self, upper_id: int, lower: Node, now: float) -> None:
@@ -557,7 +500,8 @@ class Ledger:
         account.settle(now)
         account.start = upper.start
         account.num_blocks += upper.num_blocks
-        _sum_into(account, upper)
+        account.num_hits = max(account.num_hits, upper.num_hits)
+        account.add(upper)
 
     def dropping(
         self, node: Node, num_kept: int, *, is_eviction: bool, now: float
@@ -569,23 +513,26 @@ class Ledger:
         num_dropped = node.num_blocks - num_kept
         name = account_of(node.domain, node.owner)
         self._move(name, now, cached=-num_dropped)
-        account = self._prefixes[node.id]
+        account = self._prefixes.pop(node.id)
         account.settle(now)
+        if num_kept:
+            self._prefixes[node.id] = account.split_off(num_kept, self.block_size)
         if is_eviction:
             account.num_evicted_blocks += num_dropped
             self._accounts[name].num_evicted_blocks += num_dropped
+        booking = self._booking(node, account)
+        if is_eviction:
             # What must not be used any more has no time at which it left: to ask for it
             # again is no regret.
-            tokens = b"".join([step.edge for step in node.path()])
-            last = len(tokens) // TOKEN_BYTES // self.block_size
-            namespace = node.root().namespace
             self._history.left(
-                namespace, node.domain, tokens, last - num_dropped, last, now
+                booking.namespace,
+                node.domain,
+                booking.tokens,
+                booking.start,
+                booking.stop,
+                now,
             )
-        if num_kept == 0:
-            del self._prefixes[node.id]
-            _add(self._closed, *self._closing(node, account))
-        account.num_blocks = num_kept
+        self._history.book(booking)
 
     # Private
 
@@ -614,6 +561,7 @@ class Ledger:
             account = self._prefixes[node.id]
             account.num_hits += 1
             account.hit_tokens += high - low
+            account.hit_end = max(account.hit_end, high)
             account.saved_s += seconds
             entry.saved_s += seconds
             entry.num_reused_tokens += high - low
@@ -643,9 +591,7 @@ class Ledger:
         # Of a prompt of whole blocks the last token is computed in any case, and with
         # it its block, unless the leading tokens of that are copied; and a span that
         # this cuts too short to tell.
-        whole_end = (num_prompt - 1) // size * size
-        while (end := end_outside_span(prompt, whole_end)) < whole_end:
-            whole_end = end // size * size
+        whole_end = end_outside_span(prompt, num_prompt - 1) // size * size
         position = reused
         awaitable = min(num_awaitable, whole_end)
         if position < awaitable:
@@ -721,48 +667,20 @@ class Ledger:
         name = account_of(node.domain, node.owner)
         self._move(name, now, active=num_blocks, cached=-num_blocks)
 
-    def _closing(
-        self, node: Node, account: PrefixAccount
-    ) -> tuple[bytes, PrefixAccount]:
-        """Return the digest under which a node's account is kept, and the account."""
-        tokens = b"".join([step.edge for step in node.path()])
-        account.end = len(tokens) // TOKEN_BYTES
-        place = (node.root().namespace, node.domain.kind.value, node.domain.name)
-        digest = hashlib.sha256(repr(place).encode())
-        digest.update(tokens)
-        return digest.digest(), account
+    def _booking(self, node: Node, account: PrefixAccount) -> Booking:
+        """Return the account and where its run lies, for the history."""
+        return Booking(
+            namespace=node.root().namespace,
+            tokens=b"".join([step.edge for step in node.path()]),
+            start=account.start // self.block_size,
+            stop=account.end // self.block_size,
+            account=account,
+        )
 
 
 def account_of(domain: Domain, owner: str) -> str:
     """Return whose account a block is on: nobody's in particular if it is public."""
     return PUBLIC_ACCOUNT if domain == PUBLIC else owner
-
-
-def _copy(account: Any) -> Any:
-    return type(account)(**{f.name: getattr(account, f.name) for f in fields(account)})
-
-
-def _sum_into(account: PrefixAccount, other: PrefixAccount) -> None:
-    account.num_hits = max(account.num_hits, other.num_hits)
-    account.hit_tokens += other.hit_tokens
-    account.saved_s += other.saved_s
-    account.active_block_s += other.active_block_s
-    account.retained_block_s += other.retained_block_s
-    account.num_evicted_blocks += other.num_evicted_blocks
-
-
-def _add(
-    accounts: dict[bytes, PrefixAccount], digest: bytes, account: PrefixAccount
-) -> None:
-    """Put an account on the books, adding to what is there of the same prefix."""
-    present = accounts.get(digest)
-    if present is None:
-        accounts[digest] = account
-        return
-    num_hits = present.num_hits + account.num_hits
-    _sum_into(present, account)
-    present.num_hits = num_hits
-    present.start = min(present.start, account.start)
 
 
 def _without(misses: list[Miss], start: int, end: int) -> list[Miss]:

@@ -11,15 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel, FittedCost
 from stemkv.core.identity import Domain
-from stemkv.core.ledger import (
-    PUBLIC_ACCOUNT,
-    Account,
-    LedgerEntry,
-    MissReason,
-    PrefixAccount,
-)
+from stemkv.core.ledger import PUBLIC_ACCOUNT, LedgerEntry, MissReason
 from stemkv.core.request import RequestId
 from stemkv.errors import InvariantError
 from stemkv.measure.latency import Goodput, goodput, summarize, summarize_weighted
@@ -151,7 +146,7 @@ class Outcome:
             ),
             tenants=tenants,
             writers=self._writers(entries),
-            prefixes=tuple(prefixes[:_MAX_PREFIXES]),
+            prefixes=tuple([p for p in prefixes if p.hit_tokens][:_MAX_PREFIXES]),
             bounds=(),
             curves=(),
             memory=self._memory(),
@@ -309,7 +304,7 @@ class Outcome:
     def _prefixes(self) -> list[PrefixValue]:
         """Return all runs that were hit, the most valuable per byte first.
 
-        Runs that saved less than a thousandth of it all come last: a few tokens that
+        Runs that saved less than a hundredth of it all come last: a few tokens that
         were kept for a moment can have any ratio.
         """
         merged: dict[bytes, list[PrefixAccount]] = {}
@@ -332,7 +327,7 @@ class Outcome:
             )
             for digest, parts in merged.items()
         ]
-        least = math.fsum(value.saved_s for value in values) / 1000
+        least = math.fsum(value.saved_s for value in values) / 100
         values.sort(
             key=lambda v: (
                 v.saved_s < least,

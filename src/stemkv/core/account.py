@@ -1,0 +1,113 @@
+"""Two kinds of account in the ledger: of a tenant, and of one run of blocks.
+
+Owns their integrals over time and how a run's account is divided and joined. Knows
+nothing of who has an account, or of trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stemkv.core.identity import Domain
+
+__all__ = ["Account", "PrefixAccount"]
+
+
+@dataclass(slots=True)
+class Account:
+    """What one tenant holds and held. Blocks and block-seconds are exact."""
+
+    num_active_blocks: int = 0
+    num_cached_blocks: int = 0
+    active_block_s: float = 0.0
+    retained_block_s: float = 0.0
+    num_evicted_blocks: int = 0
+    num_published_blocks: int = 0
+    num_stalls: int = 0
+    stall_s: float = 0.0
+    since_s: float = 0.0  # up to when the two integrals are
+
+    def settle(self, now: float) -> None:
+        """Bring the integrals up to `now`."""
+        seconds = now - self.since_s
+        self.active_block_s += self.num_active_blocks * seconds
+        self.retained_block_s += self.num_cached_blocks * seconds
+        self.since_s = now
+
+    def copy(self) -> Account:
+        """Return an account that goes its own way."""
+        return replace(self)
+
+
+@dataclass(slots=True)
+class PrefixAccount:
+    """What one run of published blocks cost and was worth.
+
+    Sums are exact. How they are divided among the parts of a run that is cut later is
+    not: as if each hit had reached as far as the farthest, and each token saved alike.
+    """
+
+    domain: Domain
+    start: int  # first token of the run
+    end: int  # one past its last token
+    num_blocks: int
+    is_pinned: bool
+    since_s: float
+    num_hits: int = 0  # requests that reused it, from its first token on
+    hit_end: int = 0  # one past the farthest token that a hit reached
+    hit_tokens: int = 0
+    saved_s: float = 0.0
+    active_block_s: float = 0.0
+    retained_block_s: float = 0.0
+    num_evicted_blocks: int = 0
+
+    def settle(self, now: float) -> None:
+        """Bring the integrals up to `now`."""
+        block_s = self.num_blocks * (now - self.since_s)
+        if self.is_pinned:
+            self.active_block_s += block_s
+        else:
+            self.retained_block_s += block_s
+        self.since_s = now
+
+    def copy(self) -> PrefixAccount:
+        """Return an account that goes its own way."""
+        return replace(self)
+
+    def split_off(self, num_blocks: int, block_size: int) -> PrefixAccount:
+        """Cut the run after `num_blocks`; return the leading part, keep the rest.
+
+        Evictions stay with the rest: they took its tail.
+        """
+        share = num_blocks / self.num_blocks
+        part = self.copy()
+        part.num_blocks = num_blocks
+        part.end = part.start + num_blocks * block_size
+        is_beyond = self.hit_end > part.end  # else no hit reached the rest
+        hit_share = (
+            (part.end - part.start) / (self.hit_end - self.start) if is_beyond else 1
+        )
+        part.saved_s = self.saved_s * hit_share
+        part.hit_tokens = round(self.hit_tokens * hit_share)
+        part.hit_end = min(self.hit_end, part.end)
+        part.active_block_s = self.active_block_s * share
+        part.retained_block_s = self.retained_block_s * share
+        part.num_evicted_blocks = 0
+        self.num_blocks -= num_blocks
+        self.start = part.end
+        self.saved_s -= part.saved_s
+        self.active_block_s -= part.active_block_s
+        self.retained_block_s -= part.retained_block_s
+        self.hit_tokens -= part.hit_tokens
+        if not is_beyond:
+            self.num_hits = self.hit_end = 0
+        return part
+
+    def add(self, other: PrefixAccount) -> None:
+        """Add what another account earned and cost; hits are the caller's matter."""
+        self.hit_tokens += other.hit_tokens
+        self.hit_end = max(self.hit_end, other.hit_end)
+        self.saved_s += other.saved_s
+        self.active_block_s += other.active_block_s
+        self.retained_block_s += other.retained_block_s
+        self.num_evicted_blocks += other.num_evicted_blocks
