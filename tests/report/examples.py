@@ -175,6 +175,7 @@ def make_sweep() -> SweepResult:
                         eviction=eviction,
                         order="fcfs",
                         sharing=sharing,
+                        num_refused=0,
                         hit_rate=hit_rate,
                         saved_s=hit_rate * 540,
                         seconds_per_gib_s=hit_rate / (index + 1),

@@ -237,7 +237,7 @@ def calibrate(
 
     Example: stemkv calibrate --out cost.json && stemkv replay --cost cost.json TRACE
     """
-    with errors_explained():
+    with errors_explained("cli,engine,sim"):
         from stemkv.cli.calibrate import CalibrateOptions, run_calibrate
         from stemkv.cli.loading import load_with_progress
 
@@ -301,7 +301,7 @@ def value(
 
     Example: stemkv value --share 0.1 --memory 6GiB --html value.html
     """
-    with errors_explained():
+    with errors_explained("cli,sim,report"):
         from stemkv.cli.deployment import DeploymentOptions
         from stemkv.cli.value import ValueOptions, run_value
 

@@ -172,7 +172,7 @@ def _table(result: SweepResult) -> Section:
         columns += ["saved s per GiB·s", "TTFT p50 s", "TTFT p99 s", "worst tenant p99"]
         if any(cell.goodput_rps is not None for cell in cells):
             columns.append("goodput per s")
-    columns.append("evicted blocks")
+    columns += ["evicted blocks", "refused"]
     return Section(
         title="Configurations",
         columns=columns,
@@ -192,4 +192,4 @@ def _row(
         row.append(cell.worst_tenant_ttft_p99_s)
         if "goodput per s" in columns:
             row.append(cell.goodput_rps)
-    return [*row, cell.num_evicted_blocks]
+    return [*row, cell.num_evicted_blocks, cell.num_refused]

@@ -334,7 +334,8 @@ class SweepCell:
     eviction: str
     order: str
     sharing: str
-    hit_rate: float
+    num_refused: int  # could never run: longer than this memory
+    hit_rate: float  # of all prompt tokens of the trace, refused requests included
     saved_s: float
     seconds_per_gib_s: float
     ttft_p50_s: float | None  # None: replayed without a clock

@@ -261,6 +261,7 @@ def _all(cells: Sequence[SweepCell]) -> Section:
             "goodput per s",
             "evicted blocks",
             "preemptions",
+            "refused",
         ),
         rows=[
             (
@@ -276,8 +277,10 @@ def _all(cells: Sequence[SweepCell]) -> Section:
                 cell.goodput_rps,
                 cell.num_evicted_blocks,
                 cell.num_preemptions,
+                cell.num_refused,
             )
             for cell in cells
         ],
-        note="Empty cells: replayed without a clock, or no limits were given.",
+        note="Empty cells: replayed without a clock, or no limits were given. Refused "
+        "requests are longer than the memory; their tokens count as not reused.",
     )

@@ -77,7 +77,10 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
         eviction=config.eviction,
         order=config.order,
         sharing=config.sharing.name,
-        hit_rate=result.tokens.hit_rate,
+        num_refused=result.num_refused,
+        # Not of those that ran: memory too small for long prompts must not look better
+        # for leaving them out.
+        hit_rate=result.tokens.reused / result.trace.prompt_tokens,
         saved_s=result.saved.seconds,
         seconds_per_gib_s=result.saved.seconds_per_gib_s,
         ttft_p50_s=None if ttft is None else ttft.p50,
@@ -112,6 +115,7 @@ def untimed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepC
         eviction=config.eviction,
         order=config.order,
         sharing=config.sharing.name,
+        num_refused=found.num_too_long,
         hit_rate=found.hits.hit_rate,
         saved_s=found.hits.saved_s,
         seconds_per_gib_s=math.nan,

@@ -321,7 +321,8 @@ class FieldReader:
     ) -> tuple[int | None, array[int] | None]:
         if line.is_csv and isinstance(value, str) and value[:1] == "[":
             value = line.unpacked(path, value)
-        if isinstance(value, str):
+        if isinstance(value, str) and self._layout.redacted is not None:
+            # A gateway logs the text of a completion under the same name.
             if value == self._layout.redacted:
                 return None, None
             return self._of_text(line, value, unit_size)
