@@ -230,7 +230,9 @@ def test_what_a_leader_will_not_publish_is_not_to_come(how: str) -> None:
         driver.retire()
     elif how == "cut off":
         driver.cut_off("leader")
-    driver.add("stranger", SEVENTEEN, tenant="bob")
+    # Even the leader's own tenant cannot find what is in a retired tree.
+    who = "alice" if how == "retired" else "bob"
+    driver.add("stranger", SEVENTEEN, tenant=who)
     driver.run()
 
     assert driver.entry("stranger").admitted_s < driver.ends["leader"].now
@@ -426,6 +428,35 @@ def test_what_a_run_earned_before_prompts_parted_goes_to_where_hits_had_reached(
     runs = {(p.start, p.end): p for p in prefix_list(driver)}
     assert (runs[0, 8].num_hits, runs[0, 8].hit_tokens) == (2, 16)
     assert (runs[8, 16].num_hits, runs[8, 16].hit_tokens) == (0, 0)
+    driver.finish()
+
+
+def test_what_an_evicted_tail_earned_stays_with_the_tail_when_prompts_part() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "again", SEVENTEEN)
+    driver.cache.evict(1, driver.now)  # the last of four blocks
+    serve(driver, "parts", SEVENTEEN[:8] + OTHER[:9])
+
+    runs = {(p.start, p.end): p for p in prefix_list(driver)}
+    assert runs.keys() == {(0, 8), (8, 16), (8, 16)}
+    by_hits = sorted((p.end, p.num_hits, p.hit_tokens) for p in prefix_list(driver))
+    assert by_hits == [(8, 2, 16), (16, 0, 0), (16, 1, 8)]
+    driver.finish()
+
+
+def test_what_was_evicted_piece_by_piece_is_divided_by_where_it_was() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "half", SEVENTEEN[:9])
+    for _ in range(4):
+        driver.cache.evict(1, driver.now)
+    serve(driver, "parts", SEVENTEEN[:8] + OTHER[:9])
+
+    found = {p.end: p for p in prefix_list(driver) if p.num_hits}
+    assert found.keys() == {8}
+    assert (found[8].num_hits, found[8].hit_tokens) == (1, 8)
+    assert found[8].saved_s == DepthCost().prefill_seconds(0, 8)
     driver.finish()
 
 

@@ -107,7 +107,7 @@ def test_a_cell_in_which_nothing_finished_has_no_latencies() -> None:
     cell = timed_cell(example(), config, costs())
 
     assert (cell.ttft_p50_s, cell.worst_tenant_ttft_p99_s) == (None, None)
-    assert math.isnan(cell.hit_rate)
+    assert (cell.hit_rate, cell.num_refused) == (0.0, 40)
 
 
 def test_an_untimed_cell_has_hits_and_evictions_and_nothing_of_time() -> None:

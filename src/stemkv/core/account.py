@@ -74,27 +74,33 @@ class PrefixAccount:
         """Return an account that goes its own way."""
         return replace(self)
 
-    def split_off(self, num_blocks: int, block_size: int) -> PrefixAccount:
-        """Cut the run after `num_blocks`; return the leading part, keep the rest.
+    def split_off(self, cut: int) -> PrefixAccount:
+        """Cut the run at token `cut`; return the leading part, keep the rest.
 
-        Evictions stay with the rest: they took its tail.
+        The part is empty if all of the run is behind the cut, the rest if all is before
+        it. Evictions stay with the rest, unless that is empty: they took its tail.
         """
-        share = num_blocks / self.num_blocks
+        cut = min(max(cut, self.start), self.end)
+        length = self.end - self.start
+        share = (cut - self.start) / length
         part = self.copy()
-        part.num_blocks = num_blocks
-        part.end = part.start + num_blocks * block_size
-        is_beyond = self.hit_end > part.end  # else no hit reached the rest
-        hit_share = (
-            (part.end - part.start) / (self.hit_end - self.start) if is_beyond else 1
-        )
+        part.num_blocks = self.num_blocks * (cut - self.start) // length
+        part.end = cut
+        is_beyond = self.hit_end > cut  # else no hit reached the rest
+        hit_share = (cut - self.start) / (self.hit_end - self.start) if is_beyond else 1
         part.saved_s = self.saved_s * hit_share
         part.hit_tokens = round(self.hit_tokens * hit_share)
-        part.hit_end = min(self.hit_end, part.end)
+        part.hit_end = min(self.hit_end, cut)
         part.active_block_s = self.active_block_s * share
         part.retained_block_s = self.retained_block_s * share
-        part.num_evicted_blocks = 0
-        self.num_blocks -= num_blocks
-        self.start = part.end
+        if cut == part.start:
+            part.num_hits = 0
+        if cut == self.end:
+            self.num_evicted_blocks = 0
+        else:
+            part.num_evicted_blocks = 0
+        self.num_blocks -= part.num_blocks
+        self.start = cut
         self.saved_s -= part.saved_s
         self.active_block_s -= part.active_block_s
         self.retained_block_s -= part.retained_block_s
@@ -104,7 +110,12 @@ class PrefixAccount:
         return part
 
     def add(self, other: PrefixAccount) -> None:
-        """Add what another account earned and cost; hits are the caller's matter."""
+        """Add what another account earned and cost, and where.
+
+        Hits and blocks held now are the caller's matter.
+        """
+        self.start = min(self.start, other.start)
+        self.end = max(self.end, other.end)
         self.hit_tokens += other.hit_tokens
         self.hit_end = max(self.hit_end, other.hit_end)
         self.saved_s += other.saved_s

@@ -19,6 +19,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from stemkv.core.account import PrefixAccount
 from stemkv.core.identity import PUBLIC, Domain
@@ -193,7 +194,7 @@ class History:
             if start < end:
                 part = account
                 if end < booking.stop:
-                    part = account.split_off(end - start, self._block_size)
+                    part = account.split_off(end * self._block_size)
                 if start > index:
                     part.num_hits = 0
                 yield node, part
@@ -290,9 +291,13 @@ class History:
         for holder, gone in node.gone.items():
             upper.gone[holder] = gone[:num_blocks]
             node.gone[holder] = gone[num_blocks:]
-        for holder, account in node.accounts.items():
-            account.num_blocks = len(node.edge) // size
-            upper.accounts[holder] = account.split_off(num_blocks, self._block_size)
+        cut = (self._start_of(node) + num_blocks) * self._block_size
+        for holder, account in tuple(node.accounts.items()):
+            part = account.split_off(cut)
+            if part.start < part.end:
+                upper.accounts[holder] = part
+            if account.start == account.end:
+                del node.accounts[holder]
         parent.children[upper.edge[:size]] = upper
         node.parent = upper
         node.edge = node.edge[num_blocks * size :]
@@ -302,6 +307,15 @@ class History:
     def _keep_bounds(self) -> None:
         if self._max_blocks is not None and self._num_blocks > self._max_blocks:
             self._forget(self._max_blocks * 7 // 8)
+
+    def _start_of(self, node: _Node) -> int:
+        """Return how many blocks are above a node."""
+        num_bytes = 0
+        above = node.parent
+        while above is not None:
+            num_bytes += len(above.edge)
+            above = above.parent
+        return num_bytes // self._block_bytes
 
     def _forget(self, target: int) -> None:
         """Drop whole leaves, the longest unchanged first, down to `target` blocks."""
@@ -368,8 +382,11 @@ def _pasts(
     if all(min(part) == max(part) for _, part in parts):
         yield PastRun(high - low, _past_at(parts, own, 0))
         return
-    for index in range(high - low):
-        yield PastRun(1, _past_at(parts, own, index))
+    start = 0
+    for _, group in groupby(zip(*(part for _, part in parts), strict=True)):
+        num_blocks = sum(1 for _ in group)
+        yield PastRun(num_blocks, _past_at(parts, own, start))
+        start += num_blocks
 
 
 def _past_at(

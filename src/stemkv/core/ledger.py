@@ -490,7 +490,8 @@ class Ledger:
         """Divide an account as its node was divided."""
         account = self._prefixes[lower.id]
         account.settle(now)
-        part = account.split_off(upper.num_blocks, self.block_size)
+        cut = account.start + upper.num_blocks * self.block_size
+        part = account.split_off(cut)
         self._prefixes[upper.id] = part
 
     def merged(self, upper_id: int, lower: Node, now: float) -> None:
@@ -516,7 +517,8 @@ class Ledger:
         account = self._prefixes.pop(node.id)
         account.settle(now)
         if num_kept:
-            self._prefixes[node.id] = account.split_off(num_kept, self.block_size)
+            cut = account.start + num_kept * self.block_size
+            self._prefixes[node.id] = account.split_off(cut)
         if is_eviction:
             account.num_evicted_blocks += num_dropped
             self._accounts[name].num_evicted_blocks += num_dropped

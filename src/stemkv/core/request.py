@@ -157,6 +157,7 @@ class Request:
 
     __slots__ = (
         "_buffer",
+        "_num_prompt",
         "counts",
         "epoch",
         "finish_reason",
@@ -197,6 +198,7 @@ class Request:
         self.first_scheduled_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self._buffer = spec.prompt.buffer
+        self._num_prompt = len(spec.prompt)  # asked for at every step
 
     @property
     def order_key(self) -> tuple[float, int, int]:
@@ -216,12 +218,12 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.spec.prompt)
+        return self._num_prompt
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return self.num_tokens - len(self.spec.prompt)
+        return len(self._buffer) // TOKEN_BYTES - self._num_prompt
 
     @property
     def num_remaining(self) -> int:
@@ -231,7 +233,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens other than the newest output still lack KV."""
-        return self.num_remaining > 1 or self.num_output_tokens == 0
+        num_tokens = len(self._buffer) // TOKEN_BYTES
+        return num_tokens - self.num_computed > 1 or num_tokens == self._num_prompt
 
     @property
     def max_tokens(self) -> int:

@@ -302,12 +302,16 @@ class Scheduler:
             if self._is_live(coast):
                 self._wake(coast.request)
         step = _Step(self.config.token_budget - len(self._coasts))
-        stepping = tuple(self._stepping)
-        for request in stepping:
-            if request.state is RequestState.RUNNING and not request.is_prefilling:
+        prefilling = []
+        for request in tuple(self._stepping):
+            if request.state is not RequestState.RUNNING:
+                continue  # an older one took its blocks
+            if request.is_prefilling:
+                prefilling.append(request)
+            else:
                 self._schedule_decode(request, step, now)
-        for request in stepping:
-            if request.state is RequestState.RUNNING and request.is_prefilling:
+        for request in prefilling:
+            if request.state is RequestState.RUNNING:
                 self._schedule_chunk(request, step, now)
         self._admit(step, now)
         self._pending = StepPlan(
