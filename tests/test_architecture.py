@@ -97,6 +97,7 @@ CORE_IGNORANCE: dict[str, set[str]] = {
     "blocks": {"*"},
     "config": {"*"},
     "cost": {"*"},
+    "entry": {"blocks", "cache", "eviction", "order", "request", "scheduler", "tree"},
     "account": {"blocks", "cache", "eviction", "order", "request", "scheduler", "tree"},
     "history": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     # It is told what happens and decides nothing.

@@ -15,8 +15,10 @@ from hashlib import sha256
 from typing import Any
 
 from stemkv.core import Domain, Request, RequestId
+from stemkv.core.account import Account
 from stemkv.core.blocks import BlockState
 from stemkv.core.cache import PrefixCache
+from stemkv.core.entry import LedgerEntry, Miss, MissReason
 from stemkv.core.events import (
     BlocksEvicted,
     RequestAborted,
@@ -25,14 +27,7 @@ from stemkv.core.events import (
     RequestRestarted,
 )
 from stemkv.core.identity import PUBLIC
-from stemkv.core.ledger import (
-    PUBLIC_ACCOUNT,
-    Account,
-    Ledger,
-    LedgerEntry,
-    Miss,
-    MissReason,
-)
+from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TOKEN_BYTES
 from tests.core.scheduling import OWN, Driver, Model, build_spec, namespace_of, of_type

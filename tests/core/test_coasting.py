@@ -34,7 +34,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
 from stemkv.errors import InvariantError, PromptTooLong
 
 BLOCK_SIZE = 4
@@ -369,6 +369,7 @@ class Tally:
     """All that a driver could tell of a run: who came and went, and when."""
 
     num_steps: int = 0
+    work: list[tuple[int, int, int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     num_skipped: int = 0
     num_blocked: int = 0
@@ -433,6 +434,10 @@ class Burst:
                     default=quiet + tally.num_steps,
                 )
                 num_steps = max(1, min(quiet, until - tally.num_steps))
+                num, context = scheduler.num_coasting, scheduler.num_coasting_context
+                tally.work += [
+                    (num, num, context + later * num) for later in range(num_steps)
+                ]
                 scheduler.skip(num_steps)
                 check_scheduler(scheduler)
                 tally.num_skipped += num_steps
@@ -472,6 +477,7 @@ class Burst:
         events = scheduler.commit(plan, StepResult(samples), step + 0.5)
         check_scheduler(scheduler)
         tally.num_steps += 1
+        tally.work.append(work_of(plan))
         tally.events += [
             e for e in events if not isinstance(e, TokenSampled | BlocksPublished)
         ]
@@ -499,7 +505,7 @@ def test_a_skip_passes_no_moment_at_which_somebody_could_have_started(
         burst = Burst(seed)
         skipping, stepping = burst.run(skips=True), burst.run(skips=False)
         assert skipping.events == stepping.events, seed
-        assert skipping.num_steps == stepping.num_steps
+        assert skipping.work == stepping.work, seed
 
 
 def test_the_bursts_skip_while_somebody_is_blocked() -> None:
@@ -518,3 +524,119 @@ def test_more_steps_than_are_quiet_cannot_be_skipped() -> None:
             run.scheduler.skip(num_steps)
     run.scheduler.skip(quiet)
     assert run.scheduler.num_quiet_steps == 0
+
+
+class Loop:
+    """Every token is a five, and everybody coasts who can."""
+
+    def __init__(self, *, coasts: bool = True, num_blocks: int, **limits: int) -> None:
+        cache = PrefixCache(
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru()
+        )
+        config = SchedulerConfig(watermark=0.0, **{"max_num_running": 6} | limits)
+        self.scheduler = Scheduler(config, cache, Fcfs())
+        self.coasts = coasts
+        self.work: list[tuple[int, int, int]] = []
+        self.events: list[Event] = []
+
+    def add(
+        self,
+        name: str,
+        prompt: TokenIds,
+        num_output: int,
+        *,
+        at: float,
+        namespace: bytes = b"n",
+    ) -> None:
+        spec = RequestSpec(
+            request_id=name,
+            prompt=prompt,
+            max_new_tokens=num_output,
+            arrival_s=at,
+            domain=Domain.private("a"),
+            namespace=namespace,
+        )
+        self.scheduler.add(spec)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(float(len(self.work)))
+        self.work.append(work_of(plan))
+        samples = {c.request_id: (Sample(5),) for c in plan.chunks if c.num_samples}
+        events = self.scheduler.commit(plan, StepResult(samples), float(len(self.work)))
+        check_scheduler(self.scheduler)
+        self.events += events
+        if self.coasts:
+            for event in events:
+                if isinstance(event, TokenSampled):
+                    self.scheduler.coast(event.request_id, token_bytes(*[5] * 99))
+
+    def started(self, name: str) -> bool:
+        request = self.scheduler.request(name)
+        return request is None or request.num_computed > 0
+
+
+def assert_starts_next(loop: Loop, name: str) -> None:
+    """Whoever would be admitted now is not skipped over."""
+    assert not loop.started(name)
+    assert loop.scheduler.num_coasting
+    quiet = loop.scheduler.num_quiet_steps
+    loop.step()
+    assert loop.started(name), "else this says nothing"
+    assert quiet == 0
+
+
+def test_who_finds_more_where_a_node_has_grown_is_not_skipped_over() -> None:
+    """It was too large beside a prefill, and is not once that has published."""
+    loop = Loop(num_blocks=8, token_budget=9, max_steps_awaiting=0)
+    shared = [1] * 16
+    loop.add("leader", TokenIds.from_ids([*shared, 2]), 9, at=0.0)
+    loop.step()
+    loop.add("follower", TokenIds.from_ids([*shared, 3, 3, 3, 3]), 9, at=1.0)
+    loop.step()
+    assert_starts_next(loop, "follower")
+
+
+def test_who_no_longer_awaits_what_did_not_come_is_not_skipped_over() -> None:
+    """A span that is too short to tell is not published by the prompt it ends."""
+    loop = Loop(num_blocks=10, token_budget=8)
+    span = Span(digest=bytes(32), num_tokens=MIN_SPAN_TOKENS)
+    prompt = TokenIds.from_parts([TokenIds.from_ids([1]), span])
+    loop.add("leader", prompt, 9, at=0.0)
+    loop.step()
+    loop.add("follower", prompt, 9, at=1.0)
+    loop.add("large", TokenIds.from_ids([2] * 36), 1, at=2.0)
+    loop.step()
+    assert_starts_next(loop, "follower")
+
+
+def test_who_begins_again_where_it_finds_more_is_not_skipped_over() -> None:
+    loop = Loop(num_blocks=9, token_budget=64)
+    prompt = TokenIds.from_ids([1] * 17)
+    loop.add("leader", prompt, 9, at=0.0, namespace=b"m")
+    loop.step()
+    loop.add("waiting", prompt, 9, at=1.0)
+    loop.step()
+    assert not loop.started("waiting")
+    assert loop.scheduler.num_quiet_steps, "it is blocked, and all others coast"
+    loop.scheduler.restart("waiting", b"m", None, 2.0)
+    assert_starts_next(loop, "waiting")
+
+
+@pytest.mark.parametrize("coasts", [False, True], ids=["plain", "coasting"])
+def test_what_was_kept_for_a_victim_that_coasts_is_for_others(coasts: bool) -> None:
+    """The oldest decodes, a prefill is under way, and the youngest has to go."""
+    loop = Loop(coasts=coasts, num_blocks=13, token_budget=4, max_num_running=4)
+    loop.add("oldest", TokenIds.from_ids([1]), 20, at=0.0)
+    loop.step()
+    loop.add("youngest", TokenIds.from_ids([2] * 3), 20, at=9.0)
+    loop.step()
+    loop.add("prefill", TokenIds.from_ids([3] * 39), 1, at=5.0)
+    num_before = 0
+    while not any(isinstance(e, RequestPreempted) for e in loop.events):
+        num_before = loop.scheduler.num_running
+        loop.step()
+    (preempted,) = [e for e in loop.events if isinstance(e, RequestPreempted)]
+    assert preempted.request_id == "youngest"
+    assert num_before == 3
+    # Whoever is left uses the whole budget, in the very step of the preemption.
+    assert loop.work[-1][0] == 4

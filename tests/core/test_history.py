@@ -109,13 +109,20 @@ def spans_of(draw: st.DrawFn, block_size: int) -> tuple[str, int, int]:
 
 
 @st.composite
-def acts(draw: st.DrawFn, block_size: int) -> Act:
+def acts(draw: st.DrawFn, holders: list[tuple[bytes, Domain]], block_size: int) -> Act:
     return Act(
-        draw(st.sampled_from(NAMESPACES)),
-        draw(st.sampled_from(DOMAINS)),
+        *draw(st.sampled_from(holders)),
         *draw(spans_of(block_size)),
         leaves=draw(st.booleans()),
     )
+
+
+@st.composite
+def lives(draw: st.DrawFn, block_size: int) -> list[Act]:
+    """What a few holders do; the fewer, the more their runs grow and are cut."""
+    holder = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(DOMAINS))
+    holders = draw(st.lists(holder, min_size=1, max_size=5))
+    return draw(st.lists(acts(holders, block_size), max_size=25))
 
 
 @st.composite
@@ -147,9 +154,10 @@ def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
     data: st.DataObject, block_size: int
 ) -> None:
     history, twin = History(block_size), Twin(block_size)
-    for now, act in enumerate(data.draw(st.lists(acts(block_size), max_size=25))):
+    for now, act in enumerate(data.draw(lives(block_size))):
         note(history, act, float(now))
         twin.note(act, float(now))
+        check_nodes(history)
     for asked in data.draw(st.lists(questions(block_size), min_size=1, max_size=8)):
         runs = ask(history, asked)
 
@@ -164,11 +172,11 @@ def test_bounded_history_forgets_and_never_invents(
     data: st.DataObject, max_blocks: int
 ) -> None:
     history, twin = History(2, max_blocks=max_blocks), Twin(2)
-    for now, act in enumerate(data.draw(st.lists(acts(2), max_size=25))):
+    for now, act in enumerate(data.draw(lives(2))):
         note(history, act, float(now))
         twin.note(act, float(now))
         assert history.num_blocks <= max_blocks
-        assert history.num_blocks == num_remembered(history)
+        check_nodes(history)
     for asked in data.draw(st.lists(questions(2), min_size=1, max_size=8)):
         known = spelled_out(ask(history, asked))
 
@@ -184,9 +192,17 @@ def test_bounded_history_forgets_and_never_invents(
                 assert told.other_namespace in {namespace for namespace, _ in held}
 
 
-def num_remembered(history: History) -> int:
-    """Blocks on the edges, counted one by one."""
-    return sum(len(node.edge) // history._block_bytes for node in history._nodes())
+def check_nodes(history: History) -> None:
+    """One number per block and holder, and as many blocks as are counted."""
+    num_blocks = 0
+    for node in history._nodes():
+        length = len(node.edge) // history._block_bytes
+        num_blocks += length
+        assert length
+        assert {len(gone) for gone in node.gone.values()} == {length}
+        assert node.parent is not None
+        assert node.parent.children[node.edge[: history._block_bytes]] is node
+    assert history.num_blocks == num_blocks
 
 
 def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stemkv.core import Domain, Sample, StepResult, TokenIds
 from stemkv.core.account import PrefixAccount
+from stemkv.core.entry import MissReason, Regret
 from stemkv.core.events import RequestForked, RequestPreempted
-from stemkv.core.ledger import (
-    PUBLIC_ACCOUNT,
-    Ledger,
-    MissReason,
-    Regret,
-)
+from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
 from stemkv.errors import InvariantError
 from tests.core.bookkeeping import BookedDriver, spans
@@ -438,10 +436,10 @@ def test_what_an_evicted_tail_earned_stays_with_the_tail_when_prompts_part() -> 
     driver.cache.evict(1, driver.now)  # the last of four blocks
     serve(driver, "parts", SEVENTEEN[:8] + OTHER[:9])
 
-    runs = {(p.start, p.end): p for p in prefix_list(driver)}
-    assert runs.keys() == {(0, 8), (8, 16), (8, 16)}
-    by_hits = sorted((p.end, p.num_hits, p.hit_tokens) for p in prefix_list(driver))
-    assert by_hits == [(8, 2, 16), (16, 0, 0), (16, 1, 8)]
+    runs = sorted(
+        (p.start, p.end, p.num_hits, p.hit_tokens) for p in prefix_list(driver)
+    )
+    assert runs == [(0, 8, 2, 16), (8, 16, 0, 0), (8, 16, 1, 8)]
     driver.finish()
 
 
@@ -463,6 +461,58 @@ def test_what_was_evicted_piece_by_piece_is_divided_by_where_it_was() -> None:
 def prefix_list(driver: BookedDriver) -> list[PrefixAccount]:
     nodes = driver.cache.tree.nodes()
     return list(driver.ledger.prefixes(nodes, driver.now).values())
+
+
+@given(
+    start=st.integers(0, 3),
+    length=st.integers(1, 5),
+    cut=st.integers(0, 9),
+    hit_length=st.integers(0, 5),
+    num_evicted=st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
+    start: int, length: int, cut: int, hit_length: int, num_evicted: int
+) -> None:
+    hit_length = min(length, hit_length)
+    whole = PrefixAccount(
+        domain=CREW,
+        start=4 * start,
+        end=4 * (start + length),
+        num_blocks=length,
+        is_pinned=True,
+        since_s=0.0,
+        num_hits=min(hit_length, 1),
+        hit_end=4 * (start + hit_length) if hit_length else 0,
+        hit_tokens=4 * hit_length,
+        saved_s=float(4 * hit_length),
+        active_block_s=float(length),
+        retained_block_s=2.0 * length,
+        num_evicted_blocks=num_evicted,
+    )
+    before = whole.copy()
+    part = whole.split_off(4 * cut)
+
+    assert before.start == part.start <= part.end == whole.start <= whole.end
+    assert whole.end == before.end
+    assert part.end == min(max(4 * cut, before.start), before.end)
+    for each in (part, whole):
+        # One hit from the start on: each part has what of it lies there.
+        num_tokens = max(0, min(before.hit_end, each.end) - each.start)
+        assert each.hit_tokens == num_tokens
+        assert each.saved_s == pytest.approx(num_tokens)
+        assert each.num_hits == min(num_tokens, 1)
+        assert each.num_blocks == (each.end - each.start) // 4
+        assert each.active_block_s == pytest.approx(each.num_blocks)
+        assert each.retained_block_s == pytest.approx(2 * each.num_blocks)
+    evicted = [part.num_evicted_blocks, whole.num_evicted_blocks]
+    assert sum(evicted) == num_evicted
+    assert not num_evicted or part.end == before.end or evicted[0] == 0
+
+    part.add(whole)
+    assert (part.start, part.end) == (before.start, before.end)
+    assert part.hit_tokens == before.hit_tokens
+    assert part.num_evicted_blocks == num_evicted
 
 
 # Stalls

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from stemkv.core import Domain, FinishReason
+from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.core.events import RequestPreempted, RequestRestarted
 from stemkv.core.identity import PUBLIC
-from stemkv.core.ledger import LedgerEntry, MissReason
 from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.errors import PromptTooLong
 from tests.core.bookkeeping import BookedDriver, spans

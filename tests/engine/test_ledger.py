@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from stemkv.core.cost import FittedCost
-from stemkv.core.ledger import LedgerEntry, MissReason
+from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.models import kv_bytes, random_ids, tiny, tokens
 

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from stemkv.core.ledger import MissReason
+from stemkv.core.entry import MissReason
 from stemkv.measure.results import (
     GIB,
     Bound,

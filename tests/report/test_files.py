@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from stemkv.core.ledger import MissReason
+from stemkv.core.entry import MissReason
 from stemkv.errors import InvariantError
 from stemkv.report.parquet import SCHEMA_NAME, write_requests
 from stemkv.report.perfetto import trace_events

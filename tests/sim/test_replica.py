@@ -13,7 +13,8 @@ from stemkv.core.cost import StepShape
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.core.tokens import TokenIds
 from stemkv.errors import InvariantError, PromptTooLong
-from stemkv.sim.replica import Replica
+from stemkv.measure.results import MemorySample
+from stemkv.sim.replica import Replica, join_samples
 from tests.sim.depth_cost import DepthCost
 
 FOREVER = math.inf
@@ -112,6 +113,22 @@ def test_a_stretch_ends_after_the_step_in_which_somebody_arrives() -> None:
     assert replica.start_step(now, until=now + 1.5) == now + 2.0
     replica.finish_step()
     assert not replica.is_busy
+
+
+def test_who_arrives_when_a_step_ends_is_considered_for_the_next() -> None:
+    replica = build()
+    add(replica, "r", [1] * 5, 30)
+    now = replica.start_step(0.0, FOREVER)
+    replica.finish_step()
+
+    assert replica.start_step(now, until=now + 1.0) == now + 1.0
+
+
+def test_samples_that_are_joined_keep_all_evictions_and_the_later_state() -> None:
+    one = MemorySample(at_s=1.0, active=1, cached=2, free=3, evicted=4, stalled=5)
+    two = MemorySample(at_s=2.0, active=3, cached=2, free=1, evicted=6, stalled=0)
+
+    assert join_samples(one, two) == replace(two, evicted=10, stalled=5)
 
 
 def test_the_one_token_that_a_hit_leaves_is_a_prefill() -> None:

@@ -18,10 +18,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
 
 from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel
+from stemkv.core.entry import LedgerEntry, Miss, MissReason, Regret, first, without
 from stemkv.core.history import Booking, History
 from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
@@ -30,87 +30,12 @@ from stemkv.errors import InvariantError
 
 __all__ = [
     "PUBLIC_ACCOUNT",
-    "Account",
     "Ledger",
-    "LedgerEntry",
-    "Miss",
-    "MissReason",
-    "PrefixAccount",
-    "Regret",
     "StallTotals",
 ]
 
 # What the operator declared public; no tenant pays for it, and none has an empty name.
 PUBLIC_ACCOUNT = ""
-
-
-class MissReason(Enum):
-    """Why prompt tokens had to be computed."""
-
-    NEVER_SEEN = "never_seen"  # nobody had them, as far as is remembered
-    IDENTITY_DIFFERS = "identity_differs"  # another namespace has or had them
-    OTHER_DOMAIN = "other_domain"  # another domain of this namespace has or had them
-    EVICTED = "evicted"  # the request could have found them earlier
-    NOT_YET_COMPUTED = "not_yet_computed"  # somebody was computing them just then
-    BELOW_BLOCK = "below_block"  # end of the prompt: no whole block, or its last token
-    UNSHARABLE = "unsharable"  # the request shares with nobody
-
-
-@dataclass(slots=True)
-class Miss:
-    """Prompt tokens `[start, end)` that were not reused, and why."""
-
-    start: int
-    end: int
-    reason: MissReason
-    # For IDENTITY_DIFFERS: which fields of the identity, where both are known.
-    differing_fields: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Regret:
-    """Tokens that were evicted and then asked for again."""
-
-    num_tokens: int
-    delay_s: float  # eviction to the request
-
-
-@dataclass(slots=True, kw_only=True)
-class LedgerEntry:
-    """One request: what it found, what it missed, what it left. Tokens of the prompt.
-
-    While the request runs, only `PrefixCache`, `Scheduler` and `Ledger` change it.
-    """
-
-    request_id: str
-    tenant: str
-    domain: Domain
-    namespace: bytes | None
-    prefix_digest: bytes | None  # SHA-256 over namespace and reused tokens; None: none
-    arrival_s: float
-    admitted_s: float
-    num_prompt_tokens: int
-    num_reused_tokens: int
-    num_reused_blocks: int  # whole blocks that were referenced, not copied
-    num_copied_tokens: int
-    saved_s: float  # prefill seconds, by the ledger's cost model
-    misses: list[Miss]  # in order of position
-    writers: dict[str, int]  # tenant who brought them in → tokens reused
-    regrets: tuple[Regret, ...]
-    stall_s: float = 0.0  # waited because memory was short
-    num_retained_blocks: int = 0  # published by it
-    # Known at the end
-    ended_s: float | None = None
-    finish_reason: str = ""
-    num_computed_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-
-    @property
-    def first_miss(self) -> Miss | None:
-        """The miss at the first position that was not reused."""
-        return self.misses[0] if self.misses else None
 
 
 @dataclass(slots=True)
@@ -345,7 +270,7 @@ class Ledger:
         entry = self._open.get(request_id)
         if entry is not None and entry.namespace is not None:
             end = self._credit(entry, path, copied, num_known, entry.num_prompt_tokens)
-            entry.misses = _without(entry.misses, num_known, end)
+            entry.misses = without(entry.misses, num_known, end)
 
     def restarted(self, request_id: str) -> None:
         """Book that a request begins again: what it reused so far was in vain."""
@@ -415,7 +340,7 @@ class Ledger:
                 f"the ledger has {num_missed} that it missed"
             )
         # One that was aborted has not computed all it missed.
-        entry.misses = _first(entry.misses, num_computed)
+        entry.misses = first(entry.misses, num_computed)
         entry.ended_s = now
         entry.finish_reason = reason
         entry.num_computed_tokens = num_computed
@@ -499,7 +424,6 @@ class Ledger:
         upper, account = self._prefixes.pop(upper_id), self._prefixes[lower.id]
         upper.settle(now)
         account.settle(now)
-        account.start = upper.start
         account.num_blocks += upper.num_blocks
         account.num_hits = max(account.num_hits, upper.num_hits)
         account.add(upper)
@@ -683,30 +607,3 @@ class Ledger:
 def account_of(domain: Domain, owner: str) -> str:
     """Return whose account a block is on: nobody's in particular if it is public."""
     return PUBLIC_ACCOUNT if domain == PUBLIC else owner
-
-
-def _without(misses: list[Miss], start: int, end: int) -> list[Miss]:
-    """Return the misses less tokens `[start, end)`, which were found after all."""
-    kept = []
-    for miss in misses:
-        for low, high in (
-            (miss.start, min(miss.end, start)),
-            (max(miss.start, end), miss.end),
-        ):
-            if low < high:
-                kept.append(Miss(low, high, miss.reason, miss.differing_fields))
-    return kept
-
-
-def _first(misses: list[Miss], num_tokens: int) -> list[Miss]:
-    """Return the leading `num_tokens` tokens of the misses."""
-    kept = []
-    for miss in misses:
-        taken = min(miss.end - miss.start, num_tokens)
-        if taken <= 0:
-            break
-        kept.append(
-            Miss(miss.start, miss.start + taken, miss.reason, miss.differing_fields)
-        )
-        num_tokens -= taken
-    return kept

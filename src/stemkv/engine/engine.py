@@ -21,11 +21,12 @@ import torch
 from stemkv.core.cache import CacheUsage, DomainUsage, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import CostModel
+from stemkv.core.entry import LedgerEntry
 from stemkv.core.events import Event
 from stemkv.core.eviction import Lru
 from stemkv.core.identities import Identities, LoadedAdapter
 from stemkv.core.identity import ComputeIdentity, Domain
-from stemkv.core.ledger import Ledger, LedgerEntry
+from stemkv.core.ledger import Ledger
 from stemkv.core.order import Fcfs
 from stemkv.core.plan import StepPlan
 from stemkv.core.request import FinishReason, RequestId, RequestSpec

@@ -51,7 +51,7 @@ class Source(Enum):
 class TokenTotals:
     """Where prompt tokens went: `prompt == reused + computed`, misses sum to computed.
 
-    `misses` has every `core.ledger.MissReason` by its value, zeros included.
+    `misses` has every `core.entry.MissReason` by its value, zeros included.
     """
 
     prompt: int

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stemkv.core.ledger import MissReason
+from stemkv.core.entry import MissReason
 from stemkv.errors import ConfigError, InvariantError
 from stemkv.measure.results import RequestResult
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel, FittedCost
+from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.core.identity import Domain
-from stemkv.core.ledger import PUBLIC_ACCOUNT, LedgerEntry, MissReason
+from stemkv.core.ledger import PUBLIC_ACCOUNT
 from stemkv.core.request import RequestId
 from stemkv.errors import InvariantError
 from stemkv.measure.latency import Goodput, goodput, summarize, summarize_weighted

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import CostModel, StepShape
+from stemkv.core.entry import LedgerEntry
 from stemkv.core.events import (
     BlocksEvicted,
     RequestFinished,
@@ -21,7 +22,7 @@ from stemkv.core.events import (
     TokenSampled,
 )
 from stemkv.core.eviction.base import EvictionPolicy
-from stemkv.core.ledger import Ledger, LedgerEntry
+from stemkv.core.ledger import Ledger
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Sample, StepPlan, StepResult
 from stemkv.core.request import RequestId, RequestSpec
