@@ -18,6 +18,7 @@ from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, to
 NAMESPACES = (NAMESPACE, OTHER_NAMESPACE, b"a" * 32)
 # CREW is a group with a principal's name: equal to nobody's private domain.
 DOMAINS = (ALICE, BOB, CREW, PUBLIC)
+STEMS = ("aaaaaa", "aabaaa", "aabbaa", "baaaab")  # a letter is a block
 MAX_BLOCKS = 6
 
 
@@ -89,16 +90,11 @@ class Twin:
 
 @st.composite
 def texts(draw: st.DrawFn, block_size: int) -> str:
-    """Whole blocks over two letters: texts meet, divide and continue each other."""
+    """Whole blocks of a few stems: texts meet, divide and continue each other."""
+    blocks = {"a": "a" * block_size, "b": "a" * (block_size - 1) + "b"}
+    stem = draw(st.sampled_from(STEMS))
     num_blocks = draw(st.integers(1, MAX_BLOCKS))
-    blocks = draw(
-        st.lists(
-            st.sampled_from(["a" * block_size, "a" * (block_size - 1) + "b"]),
-            min_size=num_blocks,
-            max_size=num_blocks,
-        )
-    )
-    return "".join(blocks)
+    return "".join(blocks[letter] for letter in stem[:num_blocks])
 
 
 @st.composite
@@ -122,7 +118,7 @@ def lives(draw: st.DrawFn, block_size: int) -> list[Act]:
     """What a few holders do; the fewer, the more their runs grow and are cut."""
     holder = st.tuples(st.sampled_from(NAMESPACES), st.sampled_from(DOMAINS))
     holders = draw(st.lists(holder, min_size=1, max_size=5))
-    return draw(st.lists(acts(holders, block_size), max_size=25))
+    return draw(st.lists(acts(holders, block_size), min_size=1, max_size=25))
 
 
 @st.composite

@@ -5,7 +5,7 @@ Blocks have four tokens. A driver's clock advances by one second with every call
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -112,10 +112,11 @@ def test_a_group_has_one_domain_and_no_other() -> None:
 def test_what_another_namespace_has_differs_in_named_fields() -> None:
     driver = BookedDriver()
     model = Model(adapter="v1")
-    driver.ledger.name(NAMESPACE, build_identity())
-    driver.ledger.name(
-        namespace_of(model), build_identity(adapter_scale=2.0, start_position=1)
-    )
+    driver.ledger.name(NAMESPACE, asdict(build_identity()))
+    other = build_identity(adapter_scale=2.0, start_position=1)
+    driver.ledger.name(namespace_of(model), asdict(other))
+    assert driver.ledger.facts(NAMESPACE) == asdict(build_identity())
+    assert driver.ledger.facts(b"other") is None
     serve(driver, "base", NINE)
     serve(driver, "adapted", NINE, adapter="v1")
     serve(driver, "nameless", NINE, adapter="v2")
@@ -395,7 +396,7 @@ def test_a_prefix_that_comes_and_goes_has_one_line() -> None:
     (line,) = lines
     assert (line.num_hits, line.hit_tokens) == (3, 24)
     assert line.num_evicted_blocks == 3 * 2
-    assert line.saved_s == 3 * DepthCost().prefill_seconds(0, 8)
+    assert line.saved_s(DepthCost()) == 3 * DepthCost().prefill_seconds(0, 8)
     driver.finish()
 
 
@@ -443,6 +444,31 @@ def test_what_an_evicted_tail_earned_stays_with_the_tail_when_prompts_part() -> 
     driver.finish()
 
 
+def test_a_cut_that_is_undone_counts_nobody_twice() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "again", SEVENTEEN)
+    serve(driver, "short", SEVENTEEN[:9])  # cuts the node, and lets it be joined again
+
+    assert driver.cache.tree.num_nodes == 1
+    (run,) = prefix_list(driver)
+    assert (run.num_hits, run.hit_tokens) == (2, 16 + 8)
+    driver.finish()
+
+
+def test_a_run_that_left_is_cut_where_prompts_part_deep_in_the_tree() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN)
+    serve(driver, "early", SEVENTEEN[:4] + OTHER[:5])  # a branch after one block
+    serve(driver, "again", SEVENTEEN)
+    driver.cache.evict(99, driver.now)
+    serve(driver, "late", SEVENTEEN[:12] + OTHER[:5])
+
+    hits = {(p.start, p.end): p.hit_tokens for p in prefix_list(driver) if p.hit_tokens}
+    assert hits == {(0, 4): 8, (4, 12): 8, (12, 16): 4}
+    driver.finish()
+
+
 def test_what_was_evicted_piece_by_piece_is_divided_by_where_it_was() -> None:
     driver = BookedDriver()
     serve(driver, "first", SEVENTEEN)
@@ -454,7 +480,7 @@ def test_what_was_evicted_piece_by_piece_is_divided_by_where_it_was() -> None:
     found = {p.end: p for p in prefix_list(driver) if p.num_hits}
     assert found.keys() == {8}
     assert (found[8].num_hits, found[8].hit_tokens) == (1, 8)
-    assert found[8].saved_s == DepthCost().prefill_seconds(0, 8)
+    assert found[8].saved_s(DepthCost()) == DepthCost().prefill_seconds(0, 8)
     driver.finish()
 
 
@@ -475,6 +501,7 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
     start: int, length: int, cut: int, hit_length: int, num_evicted: int
 ) -> None:
     hit_length = min(length, hit_length)
+    hit_end = 4 * (start + hit_length)
     whole = PrefixAccount(
         domain=CREW,
         start=4 * start,
@@ -482,10 +509,7 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
         num_blocks=length,
         is_pinned=True,
         since_s=0.0,
-        num_hits=min(hit_length, 1),
-        hit_end=4 * (start + hit_length) if hit_length else 0,
-        hit_tokens=4 * hit_length,
-        saved_s=float(4 * hit_length),
+        hits={(4 * start, hit_end): 1} if hit_length else {},
         active_block_s=float(length),
         retained_block_s=2.0 * length,
         num_evicted_blocks=num_evicted,
@@ -498,9 +522,10 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
     assert part.end == min(max(4 * cut, before.start), before.end)
     for each in (part, whole):
         # One hit from the start on: each part has what of it lies there.
-        num_tokens = max(0, min(before.hit_end, each.end) - each.start)
+        num_tokens = max(0, min(hit_end, each.end) - each.start)
         assert each.hit_tokens == num_tokens
-        assert each.saved_s == pytest.approx(num_tokens)
+        seconds = DepthCost().prefill_seconds(each.start, each.start + num_tokens)
+        assert each.saved_s(DepthCost()) == pytest.approx(seconds if num_tokens else 0)
         assert each.num_hits == min(num_tokens, 1)
         assert each.num_blocks == (each.end - each.start) // 4
         assert each.active_block_s == pytest.approx(each.num_blocks)

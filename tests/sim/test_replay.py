@@ -772,3 +772,37 @@ def test_an_outcome_can_be_asked_again() -> None:
     loop = tampered()
     loop.run(None)
     assert to_json(loop.outcome(), schema="t") == to_json(loop.outcome(), schema="t")
+
+
+def test_a_miss_names_what_of_the_identity_differs() -> None:
+    trace = story(
+        request([1, 2, 3], 24, identity="model=m1&salt=1"),
+        request([1, 2, 3], 24, arrival_s=50.0, identity="model=m1&salt=2"),
+        request([1, 2, 3], 24, arrival_s=99.0, identity="model=m2&salt=2"),
+    )
+    result = replay(trace, config_of(), COSTS)
+
+    first, second, third = result.requests
+    assert (first.first_miss_reason, first.differing_fields) == ("never_seen", ())
+    assert second.first_miss_reason == third.first_miss_reason == "identity_differs"
+    assert second.differing_fields == ("salt",)
+    assert "model" in third.differing_fields
+
+
+def test_those_who_held_the_memory_at_stalls_are_named_and_sum_up() -> None:
+    trace = story(
+        request([1, 2, 3], 24, output_length=30, tenant="large"),
+        request([4, 5, 6], 24, arrival_s=0.001, output_length=4, tenant="small"),
+    )
+    result = replay(trace, config_of(num_blocks=7, block_size=8), COSTS)
+
+    assert result.num_stalls > 0
+    held = dict(result.stall_accounts)
+    assert held.keys() <= {"large", "small"}
+    assert sum(held.values()) == pytest.approx(result.stall_active_blocks)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_time_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigError, match="slo_ttft_s"):
+        config_of(slo_ttft_s=limit)

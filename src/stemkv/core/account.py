@@ -6,8 +6,10 @@ nothing of who has an account, or of trees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
+from stemkv.core.cost import CostModel
 from stemkv.core.identity import Domain
 
 __all__ = ["Account", "PrefixAccount"]
@@ -43,8 +45,8 @@ class Account:
 class PrefixAccount:
     """What one run of published blocks cost and was worth.
 
-    Sums are exact. How they are divided among the parts of a run that is cut later is
-    not: as if each hit had reached as far as the farthest, and each token saved alike.
+    Hits are kept by where they began and ended, so a run that is cut later gives each
+    part exactly its own. Its time in memory is divided by blocks.
     """
 
     domain: Domain
@@ -53,13 +55,31 @@ class PrefixAccount:
     num_blocks: int
     is_pinned: bool
     since_s: float
-    num_hits: int = 0  # requests that reused it, from its first token on
-    hit_end: int = 0  # one past the farthest token that a hit reached
-    hit_tokens: int = 0
-    saved_s: float = 0.0
+    hits: dict[tuple[int, int], int] = field(default_factory=dict)  # tokens → how often
     active_block_s: float = 0.0
     retained_block_s: float = 0.0
     num_evicted_blocks: int = 0
+
+    @property
+    def num_hits(self) -> int:
+        """Requests that reused it, from its first token on."""
+        return sum(n for (low, _), n in self.hits.items() if low == self.start)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that were reused, each as often as it was."""
+        return sum(n * (high - low) for (low, high), n in self.hits.items())
+
+    def saved_s(self, costs: CostModel) -> float:
+        """Return the prefill seconds that its hits saved."""
+        return math.fsum(
+            n * costs.prefill_seconds(low, high)
+            for (low, high), n in sorted(self.hits.items())
+        )
+
+    def hit(self, low: int, high: int, count: int = 1) -> None:
+        """Credit hits on tokens `[low, high)`."""
+        self.hits[low, high] = self.hits.get((low, high), 0) + count
 
     def settle(self, now: float) -> None:
         """Bring the integrals up to `now`."""
@@ -72,7 +92,7 @@ class PrefixAccount:
 
     def copy(self) -> PrefixAccount:
         """Return an account that goes its own way."""
-        return replace(self)
+        return replace(self, hits=dict(self.hits))
 
     def split_off(self, cut: int) -> PrefixAccount:
         """Cut the run at token `cut`; return the leading part, keep the rest.
@@ -83,42 +103,36 @@ class PrefixAccount:
         cut = min(max(cut, self.start), self.end)
         length = self.end - self.start
         share = (cut - self.start) / length
-        part = self.copy()
+        part = replace(self, hits={})
         part.num_blocks = self.num_blocks * (cut - self.start) // length
         part.end = cut
-        is_beyond = self.hit_end > cut  # else no hit reached the rest
-        hit_share = (cut - self.start) / (self.hit_end - self.start) if is_beyond else 1
-        part.saved_s = self.saved_s * hit_share
-        part.hit_tokens = round(self.hit_tokens * hit_share)
-        part.hit_end = min(self.hit_end, cut)
         part.active_block_s = self.active_block_s * share
         part.retained_block_s = self.retained_block_s * share
-        if cut == part.start:
-            part.num_hits = 0
         if cut == self.end:
             self.num_evicted_blocks = 0
         else:
             part.num_evicted_blocks = 0
         self.num_blocks -= part.num_blocks
         self.start = cut
-        self.saved_s -= part.saved_s
         self.active_block_s -= part.active_block_s
         self.retained_block_s -= part.retained_block_s
-        self.hit_tokens -= part.hit_tokens
-        if not is_beyond:
-            self.num_hits = self.hit_end = 0
+        hits, self.hits = self.hits, {}
+        for (low, high), count in hits.items():
+            if low < cut:
+                part.hit(low, min(high, cut), count)
+            if high > cut:
+                self.hit(max(low, cut), high, count)
         return part
 
     def add(self, other: PrefixAccount) -> None:
         """Add what another account earned and cost, and where.
 
-        Hits and blocks held now are the caller's matter.
+        Blocks held now are the caller's matter.
         """
         self.start = min(self.start, other.start)
         self.end = max(self.end, other.end)
-        self.hit_tokens += other.hit_tokens
-        self.hit_end = max(self.hit_end, other.hit_end)
-        self.saved_s += other.saved_s
+        for (low, high), count in other.hits.items():
+            self.hit(low, high, count)
         self.active_block_s += other.active_block_s
         self.retained_block_s += other.retained_block_s
         self.num_evicted_blocks += other.num_evicted_blocks

@@ -183,11 +183,7 @@ class History:
     # Private
 
     def _parts(self, booking: Booking) -> Iterator[tuple[_Node | None, PrefixAccount]]:
-        """Divide an account among the runs it lies on; the last may have no place.
-
-        A part that begins inside a run brings no hits: who reused it, reused the run
-        from its start, and is counted there.
-        """
+        """Divide an account among the runs it lies on; the last may have no place."""
         account, start, index = booking.account, booking.start, 0
         for node, num_same in tuple(self._walk(booking.tokens, booking.stop)):
             end = index + num_same
@@ -195,8 +191,6 @@ class History:
                 part = account
                 if end < booking.stop:
                     part = account.split_off(end * self._block_size)
-                if start > index:
-                    part.num_hits = 0
                 yield node, part
                 start = end
             index = end
@@ -349,7 +343,6 @@ def _put(
         accounts[holder] = account
         return
     present.add(account)
-    present.num_hits += account.num_hits
 
 
 def _with(

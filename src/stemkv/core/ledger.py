@@ -17,13 +17,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel
 from stemkv.core.entry import LedgerEntry, Miss, MissReason, Regret, first, without
 from stemkv.core.history import Booking, History
-from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
+from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.tree import Node
 from stemkv.errors import InvariantError
@@ -73,7 +73,7 @@ class Ledger:
         self._history = History(block_size, max_blocks=max_history_blocks)
         self._accounts: dict[str, Account] = {}
         self._prefixes: dict[int, PrefixAccount] = {}  # by node id, resident
-        self._identities: dict[bytes, ComputeIdentity] = {}
+        self._facts: dict[bytes, Mapping[str, object]] = {}  # by namespace
         self._open: dict[str, LedgerEntry] = {}
         self._stalled: dict[str, tuple[str, float]] = {}  # request → tenant, since when
         # What the entries of ended requests add up to.
@@ -174,7 +174,7 @@ class Ledger:
             ),
             (
                 "seconds credited to prefixes, by prefix and in total",
-                sum(p.saved_s for p in prefixes),
+                sum(p.saved_s(self.cost) for p in prefixes),
                 self._credited_s,
             ),
             (
@@ -196,9 +196,16 @@ class Ledger:
 
     # Identities
 
-    def name(self, namespace: bytes, identity: ComputeIdentity) -> None:
-        """Tell what a namespace stands for, so that a miss can name the fields."""
-        self._identities[namespace] = identity
+    def name(self, namespace: bytes, facts: Mapping[str, object]) -> None:
+        """Tell what a namespace stands for, so that a miss can name what differs.
+
+        `facts` are the fields of its `ComputeIdentity`, or what a trace tells of one.
+        """
+        self._facts[namespace] = facts
+
+    def facts(self, namespace: bytes) -> Mapping[str, object] | None:
+        """Return what a namespace stands for; `None` if nobody told."""
+        return self._facts.get(namespace)
 
     # What requests do
 
@@ -425,7 +432,6 @@ class Ledger:
         upper.settle(now)
         account.settle(now)
         account.num_blocks += upper.num_blocks
-        account.num_hits = max(account.num_hits, upper.num_hits)
         account.add(upper)
 
     def dropping(
@@ -485,10 +491,7 @@ class Ledger:
                 continue
             seconds = self.cost.prefill_seconds(low, high)
             account = self._prefixes[node.id]
-            account.num_hits += 1
-            account.hit_tokens += high - low
-            account.hit_end = max(account.hit_end, high)
-            account.saved_s += seconds
+            account.hit(low, high)
             entry.saved_s += seconds
             entry.num_reused_tokens += high - low
             if is_copied:
@@ -555,13 +558,13 @@ class Ledger:
         entry.regrets = tuple(regrets)
 
     def _differing(self, one: bytes, other: bytes) -> tuple[str, ...]:
-        left, right = self._identities.get(one), self._identities.get(other)
+        left, right = self._facts.get(one), self._facts.get(other)
         if left is None or right is None:
             return ()
         return tuple(
-            f.name
-            for f in fields(ComputeIdentity)
-            if getattr(left, f.name) != getattr(right, f.name)
+            name
+            for name in dict.fromkeys((*left, *right))
+            if name not in left or name not in right or left[name] != right[name]
         )
 
     def _end_stall(self, request_id: str, now: float) -> None:

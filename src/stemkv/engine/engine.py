@@ -12,7 +12,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import monotonic
 
@@ -204,10 +204,11 @@ class Engine:
         if namespace not in self._declared:
             self._declare(namespace)
             if self.ledger is not None:
-                self.ledger.name(
-                    namespace,
-                    self._identities.identity(adapter, start_position=start_position),
+                identity = self._identities.identity(
+                    adapter, start_position=start_position
                 )
+                facts = {f.name: getattr(identity, f.name) for f in fields(identity)}
+                self.ledger.name(namespace, facts)
         return namespace
 
     def usage(self) -> CacheUsage:

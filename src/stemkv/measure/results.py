@@ -301,6 +301,8 @@ class ReplayResult:
     stall_active_blocks: float
     stall_shared_blocks: float  # of those, published ones that leases pin
     stall_cached_blocks: float  # evictable, and still not enough
+    # Account and its mean active blocks at the stalls, the largest first.
+    stall_accounts: tuple[tuple[str, float], ...] = ()
     latencies: tuple[LatencySummary, ...]
     slo_ttft_s: float | None
     slo_tpot_s: float | None

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from stemkv.errors import ConfigError
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest
 
-__all__ = ["LOOPS", "Arrivals", "LoadConfig", "public_tokens"]
+__all__ = ["LOOPS", "Arrivals", "LoadConfig", "identity_facts", "public_tokens"]
 
 LOOPS = ("open", "closed")
 _OWN = 1 << 30  # what no other request has: above all unit ids
@@ -127,6 +128,12 @@ def public_tokens(trace: Trace, rule: SharingRule) -> list[tuple[bytes, TokenIds
         for namespace, prefixes in sorted(rule.public_prefixes(trace).items())
         for units in prefixes
     ]
+
+
+def identity_facts(identity: str) -> dict[str, str]:
+    """Return what a trace's identity says, by name, to tell two of them apart."""
+    facts = dict(parse_qsl(identity, keep_blank_values=True))
+    return facts if facts or not identity else {"identity": identity}
 
 
 def _prompt(request: TraceRequest, unit_size: int, index: int) -> bytes:

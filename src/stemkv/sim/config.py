@@ -6,6 +6,7 @@ model; a sweep makes many of these.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from stemkv.core.config import CacheConfig, SchedulerConfig
@@ -51,6 +52,10 @@ class ReplayConfig:
             raise ConfigError(
                 f"num_replicas must be at least 1, got {self.num_replicas}"
             )
+        for name in ("slo_ttft_s", "slo_tpot_s"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < math.inf:
+                raise ConfigError(f"{name} must be a time above 0, got {limit}")
         # Mistakes show here and not when the replay starts.
         eviction_named(self.eviction)
         order_named(self.order)

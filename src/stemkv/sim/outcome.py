@@ -135,6 +135,7 @@ class Outcome:
             stall_cached_blocks=_share(
                 sum(s.cached_blocks for s in stalls), num_stalls
             ),
+            stall_accounts=self._stall_accounts(num_stalls),
             latencies=self._latencies(requests),
             slo_ttft_s=self._config.slo_ttft_s,
             slo_tpot_s=self._config.slo_tpot_s,
@@ -321,7 +322,7 @@ class Outcome:
                 end=parts[0].end,
                 num_hits=sum(part.num_hits for part in parts),
                 hit_tokens=sum(part.hit_tokens for part in parts),
-                saved_s=math.fsum(part.saved_s for part in parts),
+                saved_s=math.fsum(part.saved_s(self._costs) for part in parts),
                 retained_gib_s=self._gib(sum(part.retained_block_s for part in parts)),
                 active_gib_s=self._gib(sum(part.active_block_s for part in parts)),
                 num_evicted_blocks=sum(part.num_evicted_blocks for part in parts),
@@ -338,6 +339,18 @@ class Outcome:
             )
         )
         return values
+
+    def _stall_accounts(self, num_stalls: int) -> tuple[tuple[str, float], ...]:
+        """Return who held active blocks while admissions waited, the most first."""
+        totals: Counter[str] = Counter()
+        for replica in self._replicas:
+            totals.update(replica.ledger.stalls.by_account)
+        return tuple(
+            (_PUBLIC_LABEL if name == PUBLIC_ACCOUNT else name, blocks / num_stalls)
+            for name, blocks in sorted(
+                totals.items(), key=lambda item: (-item[1], item[0])
+            )
+        )
 
     def _writers(self, entries: Iterable[LedgerEntry]) -> tuple[WriterReader, ...]:
         totals: Counter[tuple[str, str]] = Counter()

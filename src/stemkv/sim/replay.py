@@ -16,7 +16,7 @@ from stemkv.core.cost import CostModel
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError, PromptTooLong
 from stemkv.measure.results import ReplayResult
-from stemkv.sim.arrivals import Arrivals, public_tokens
+from stemkv.sim.arrivals import Arrivals, identity_facts, public_tokens
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.outcome import Outcome
 from stemkv.sim.policies import eviction_named, order_named
@@ -58,6 +58,11 @@ class _Loop:
         self._costs = costs
         self._arrivals = Arrivals(trace, config.sharing, config.load)
         self._public = public_tokens(trace, config.sharing)
+        self._facts = {
+            namespace: identity_facts(request.identity)
+            for request in trace.requests
+            if (namespace := config.sharing.of(request)[0]) is not None
+        }
         self._replicas = [self._replica(index) for index in range(config.num_replicas)]
         # (time, kind, number): the number is a request's or a replica's index.
         self._moments: list[tuple[float, int, int]] = []
@@ -115,6 +120,8 @@ class _Loop:
             costs=self._costs,
             on_end=self._ended,
         )
+        for namespace, facts in self._facts.items():
+            replica.ledger.name(namespace, facts)
         for namespace, prefix in self._public:
             replica.cache.declare_public(namespace, prefix)
         return replica
