@@ -49,16 +49,21 @@ class BookedDriver(Driver):
         **kw: Any,
     ) -> None:
         super().__init__(**kw)
-        self.entries: list[LedgerEntry] = []
+        self._entries: list[LedgerEntry] = []
         self.ledger = Ledger(
             self.cache.config.block_size,
             DepthCost(),
             max_history_blocks=max_history_blocks,
-            on_entry=self.entries.append,
         )
         self.keeper = Keeper(self.scheduler)
         if is_booked:
             self.cache.ledger = self.ledger
+
+    @property
+    def entries(self) -> list[LedgerEntry]:
+        """Of all requests that have ended."""
+        self._entries.extend(self.ledger.take_entries())
+        return self._entries
 
     def add_in(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -76,11 +77,20 @@ class Run:
     events: list[Event] = field(default_factory=list)
     num_coasted: int = 0
 
-    def step(self, now: float) -> None:
+    def step(
+        self, now: float, *, cancels: Sequence[str] = (), fails: bool = False
+    ) -> None:
+        """One step, in which some are cancelled while it runs, or which fails."""
         plan = self.scheduler.schedule(now)
         check_scheduler(self.scheduler)
         self.work.append(work_of(plan))
         self.num_coasted += plan.num_coasting
+        for request_id in cancels:
+            self.scheduler.cancel(request_id, now + 0.25)
+        if fails:
+            self.events += self.scheduler.abandon(plan, now + 0.5)
+            check_scheduler(self.scheduler)
+            return
         samples = {
             chunk.request_id: (self.sample(chunk.request_id),)
             for chunk in plan.chunks
@@ -160,6 +170,33 @@ def test_coasting_changes_no_step_no_event_and_no_state(seed: int) -> None:
     assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
     assert {type(e) for e in plain.events} >= {RequestAdmitted, RequestFinished}
     assert coasting.num_coasted > 30
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_who_ends_while_a_step_runs_ends_in_the_same_order(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    num_blocks = rng.choice([10, 14, 40])
+    runs = [build(coasts, num_blocks) for coasts in (False, True)]
+    index = 0
+    for now in range(120):
+        while rng.random() < 0.4:
+            each = script(rng, index, float(now))
+            index += 1
+            for run in runs:
+                run.scripts[each.spec.request_id] = each
+                run.scheduler.add(each.spec)
+        cancels = [f"r{i}" for i in range(index) if rng.random() < 0.04]
+        fails = rng.random() < 0.05
+        for run in runs:
+            run.step(float(now), cancels=cancels, fails=fails)
+
+    plain, coasting = runs
+    assert coasting.work == plain.work
+    assert [e for e in coasting.events if not isinstance(e, BlocksPublished)] == [
+        e for e in plain.events if not isinstance(e, BlocksPublished)
+    ]
+    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert coasting.num_coasted > 20
 
 
 def test_the_random_runs_preempt_requests_that_coast() -> None:

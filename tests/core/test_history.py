@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from dataclasses import dataclass
 from itertools import pairwise
@@ -171,7 +172,7 @@ def test_bounded_history_forgets_and_never_invents(
     for now, act in enumerate(data.draw(lives(2))):
         note(history, act, float(now))
         twin.note(act, float(now))
-        assert history.num_blocks <= max_blocks
+        assert history.num_marks <= max_blocks
         check_nodes(history)
     for asked in data.draw(st.lists(questions(2), min_size=1, max_size=8)):
         known = spelled_out(ask(history, asked))
@@ -190,15 +191,19 @@ def test_bounded_history_forgets_and_never_invents(
 
 def check_nodes(history: History) -> None:
     """One number per block and holder, and as many blocks as are counted."""
-    num_blocks = 0
+    num_blocks = num_marks = 0
     for node in history._nodes():
         length = len(node.edge) // history._block_bytes
         num_blocks += length
         assert length
-        assert {len(gone) for gone in node.gone.values()} == {length}
+        assert {len(gone) for gone in node.gone.values()} <= {length}
+        assert {len(seen) for seen in node.seen.values()} <= {length}
+        assert node.gone or node.children, "what nobody has is not kept"
+        num_marks += length * len(node.gone)
         assert node.parent is not None
         assert node.parent.children[node.edge[: history._block_bytes]] is node
     assert history.num_blocks == num_blocks
+    assert history.num_marks == num_marks
 
 
 def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:
@@ -210,8 +215,7 @@ def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:
         history.past(NAMESPACE, BOB, tokens(chr(65 + now)), 0, 1)[0].past
         for now in range(17)
     ]
-    # 17 are too many, so 14 (seven eighths of 16) stay, the last ones.
-    assert known == [Past()] * 3 + [Past(is_other_domain=True)] * 14
+    assert known == [Past()] + [Past(is_other_domain=True)] * 16
 
 
 def test_a_parent_is_remembered_as_long_as_a_child_is() -> None:
@@ -269,3 +273,40 @@ def test_who_held_it_decides_what_alice_is_told(
     history.published(*holder, tokens("a"), 0, 1, 1.0)
 
     assert history.past(NAMESPACE, ALICE, tokens("a"), 0, 1) == [PastRun(1, expected)]
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 400])
+def test_a_look_costs_the_same_however_many_others_have_the_text(
+    num_others: int,
+) -> None:
+    """Else a tenant could tell from its own delay what others have."""
+    prompt = tokens("a" * 200)
+    history = History(1)
+    history.published(NAMESPACE, ALICE, prompt, 0, 200, 0.0)
+    for number in range(num_others):
+        history.published(NAMESPACE, Domain.private(f"t{number}"), prompt, 0, 200, 1.0)
+
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    runs = history.past(NAMESPACE, BOB, prompt, 0, 200)
+    sys.setprofile(None)
+
+    assert [run.past for run in runs] == [Past(is_other_domain=True)]
+    assert num_calls < 100
+
+
+def test_many_holders_of_one_text_are_bounded_too() -> None:
+    history = History(1, max_blocks=500)
+    prompt = tokens("a" * 100)
+    for number in range(50):
+        holder = Domain.private(f"t{number}")
+        history.published(NAMESPACE, holder, prompt, 0, 100, float(number))
+        assert history.num_marks <= 500
+
+    assert history.num_blocks == 100
+    assert sum(len(node.gone) for node in history._nodes()) == 5

@@ -596,6 +596,24 @@ def test_what_is_shared_with_a_running_request_is_not_missing() -> None:
     driver.finish()
 
 
+@pytest.mark.parametrize("num_spare", range(4))
+def test_blocks_are_missing_exactly_when_an_acquire_fails(num_spare: int) -> None:
+    driver = BookedDriver(num_blocks=7)
+    serve(driver, "first", SEVENTEEN)  # four blocks cached
+    cache, domain, asked = driver.cache, Domain.private("a"), tokens(SEVENTEEN).buffer
+    cache.acquire(None, domain, asked[:8], num_slots=8, now=driver.now)  # two of three
+
+    # Five blocks, of which four are there, but held by nobody: only one is to spare.
+    num_missing = cache.num_missing_blocks(
+        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare
+    )
+    lease = cache.acquire(
+        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare, now=driver.now
+    )
+    assert num_missing == num_spare
+    assert (lease is None) == (num_missing > 0)
+
+
 def test_who_waits_for_a_place_does_not_stall() -> None:
     driver = BookedDriver(max_num_running=1)
     driver.add("first", NINE, max_new_tokens=5)

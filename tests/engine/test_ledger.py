@@ -9,6 +9,7 @@ import pytest
 from stemkv.core.cost import FittedCost
 from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.engine import Engine, EngineConfig, SamplingParams
+from stemkv.errors import ConfigError
 from tests.engine.models import kv_bytes, random_ids, tiny, tokens
 
 COSTS = FittedCost(
@@ -112,3 +113,28 @@ def test_what_was_evicted_and_asked_for_again_is_regretted(
     assert sum(regret.num_tokens for regret in entries[2].regrets) > 0
     assert MissReason.EVICTED in reasons(entries[2])
     assert all(regret.delay_s >= 0 for regret in entries[2].regrets)
+
+
+def test_who_listens_to_entries_may_fail_or_cancel_and_harms_nobody(
+    entries: list[LedgerEntry],
+) -> None:
+    engine = build(entries)
+
+    def listen(entry: LedgerEntry) -> None:
+        entries.append(entry)
+        engine.cancel(f"second-{len(entries)}")
+        with pytest.raises(ConfigError, match="between steps"):
+            engine.update_numerics("tolerant")
+        raise RuntimeError("mine")
+
+    engine.on_entry = listen
+    params = SamplingParams(max_new_tokens=3)
+    engine.add(tokens(random_ids(20)), params, request_id="first")
+    engine.add(tokens(random_ids(30)), params, request_id="second-1")
+    ended = []
+    for _ in range(40):
+        ended += engine.step()
+
+    assert {completion.request_id for completion in ended} >= {"first"}
+    assert not engine.has_work
+    assert entries[0].request_id == "first"

@@ -139,8 +139,24 @@ def test_an_engine_goes_on_when_its_log_cannot_be_written(num_lines: int) -> Non
     (completion,) = engine.generate([tokens(random_ids(20))], PARAMS)
 
     assert len(completion.token_ids) == 4
-    assert recorder.error is not None
+    assert isinstance(recorder.error, OSError)
     assert recorder.error.errno == 28
+
+
+def test_an_engine_goes_on_when_somebody_closed_its_log() -> None:
+    loaded = tiny_once("llama-group1", torch.float32)
+    file = io.StringIO()
+    recorder = StepRecorder(file, model="tiny")
+    config = EngineConfig(
+        kv_memory_bytes=kv_bytes(loaded, 16, 8), block_size=8, num_threads=1
+    )
+    engine = Engine(loaded, config, recorder=recorder)
+    file.close()
+
+    (completion,) = engine.generate([tokens(random_ids(20))], PARAMS)
+
+    assert len(completion.token_ids) == 4
+    assert isinstance(recorder.error, ValueError)
 
 
 def test_a_recorder_records_one_engine() -> None:

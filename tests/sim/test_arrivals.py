@@ -171,6 +171,14 @@ def test_in_a_closed_loop_a_child_waits_for_its_parent_and_thinks() -> None:
     assert list(arrivals.after(1, 20.0)) == []
 
 
+def test_a_prompt_that_is_not_known_shares_with_nobody() -> None:
+    known, opaque = request([1], 4), request([2], 4, is_opaque=True)
+    arrivals = arrivals_of(of(known, opaque))
+
+    assert arrivals.spec(0, 0.0).namespace is not None
+    assert arrivals.spec(1, 0.0).namespace is None
+
+
 def test_a_rate_does_not_change_how_long_people_think() -> None:
     arrivals = arrivals_of(session(), loop="closed", rate=2.0)
     assert arrivals.first() == [(0.0, 0), (2.0, 4)]

@@ -23,7 +23,7 @@ from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
-from tests.sim.small_traces import Drawn, random_traces, rules, trace
+from tests.sim.small_traces import UNIT, Drawn, random_traces, rules, trace
 
 BLOCK = 16
 ISOLATED, SHARED = SharingRule(name="isolated"), SharingRule(name="shared")
@@ -197,3 +197,32 @@ def test_memory_smaller_than_a_unit_is_refused_with_both_sizes() -> None:
     assert units_in(coarse, 32, 16) == 1
     with pytest.raises(ConfigError, match="31 blocks of 16 tokens .* 512 tokens"):
         units_in(coarse, 31, 16)
+
+
+def test_without_a_known_prompt_there_is_nothing_to_draw() -> None:
+    unknown = opaque(num_opaque=3)
+
+    found = study(unknown, ISOLATED, costs(), num_blocks=5, block_size=UNIT)
+    lines = lru_curves(unknown, [ISOLATED], costs(), sizes=[5], block_size=UNIT)
+
+    assert (found.curves, found.bounds, lines) == ((), (), ())
+
+
+def test_notes_say_how_many_prompts_are_not_known() -> None:
+    found = study(
+        opaque(num_opaque=1), ISOLATED, costs(), num_blocks=5, block_size=UNIT
+    )
+
+    assert all(
+        "a lower bound, as 1 of 3 prompts are not known" in curve.note
+        for curve in found.curves
+    )
+    assert all("1 of 3 prompts are not known" in bound.note for bound in found.bounds)
+
+
+def opaque(*, num_opaque: int) -> Trace:
+    """Three prompts, of which the first ones are not known."""
+    some = trace("abc", "xyz", "xyw")
+    for request in some.requests[:num_opaque]:
+        request.is_opaque = True
+    return some

@@ -34,7 +34,10 @@ def traces(draw: st.DrawFn) -> Trace:
         for end in range(1, len(content) + 1):
             # Ids with gaps, as of a part of a trace.
             units.append(7 * ids.setdefault(tuple(content[:end]), len(ids)) + 3)
-        rest = draw(st.integers(0 if content else 1, unit_size - 1))
+        is_opaque = draw(st.booleans())
+        if is_opaque:
+            units = array("i", range(1000 * index + 100, 1000 * index + 102))
+        rest = draw(st.integers(0 if units else 1, unit_size - 1))
         now += draw(st.integers(0, 10**10)) if index else 0  # nanoseconds
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         session = draw(st.sampled_from([None, "anna", "bert"]))
@@ -46,17 +49,18 @@ def traces(draw: st.DrawFn) -> Trace:
         requests.append(
             TraceRequest(
                 request_id=f"secret-{index}",
-                input_length=len(content) * unit_size + rest,
+                input_length=len(units) * unit_size + rest,
                 output_length=draw(st.integers(0, 9)),
                 units=units,
                 arrival_s=now / 1e9,
-                tenant=draw(st.sampled_from(["default", "anna", "bert"])),
+                tenant=draw(st.sampled_from(["default", "(none)", "anna", "bert"])),
                 identity=draw(st.sampled_from(["", "model=anna", "model=bert"])),
                 session=session,
                 parent=parent,
                 think_s=draw(st.integers(0, 10**6)) / 1000
                 if parent is not None
                 else 0.0,
+                is_opaque=is_opaque,
             )
         )
     return Trace(
@@ -166,3 +170,35 @@ def test_part_of_an_export_is_read_like_the_whole(tmp_path: Path) -> None:
     path.write_text("".join(exported(trace, "mooncake").splitlines(True)[1:]))
 
     assert read_trace(path).duration_s == 0.01
+
+
+def test_an_opaque_prompt_stays_one_whatever_ids_stand_beside_it(
+    tmp_path: Path,
+) -> None:
+    trace = named_trace()
+    trace.requests[0].is_opaque = True
+    path = tmp_path / "opaque.jsonl"
+    path.write_text(2 * exported(trace, "mooncake"))
+
+    first, second = read_trace(path).requests
+
+    assert first.is_opaque
+    assert second.is_opaque
+    assert first.units != second.units  # what is not known is not the same
+
+
+def test_a_tenant_called_default_is_a_name_beside_others(tmp_path: Path) -> None:
+    trace = named_trace()
+    trace.requests.append(
+        TraceRequest(
+            request_id="1",
+            input_length=600,
+            output_length=1,
+            units=array("i", [5]),
+            arrival_s=0.0,
+        )
+    )
+
+    lines = [json.loads(line) for line in exported(trace, "mooncake").splitlines()]
+
+    assert len({line["tenant"] for line in lines}) == 2

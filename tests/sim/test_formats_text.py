@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stemkv.errors import ConfigError, TraceError
 from stemkv.sim.formats import read_trace
 from stemkv.sim.formats.prompt import render_chat
+from stemkv.sim.outcome import trace_facts
 from stemkv.sim.trace import Trace
 
 from .trace_files import shape, write_jsonl
@@ -373,6 +374,7 @@ def test_litellm_without_prompts_tells_lengths_and_tenants(tmp_path: Path) -> No
     assert trace.tenants() == ["blue"]
     # A text that stands for one left out makes no two prompts equal.
     assert num_shared(trace, 0, 1) == num_shared(trace, 1, 2) == 0
+    assert all(request.is_opaque for request in trace.requests)
     assert any("cache of answers" in note for note in trace.notes)
 
 
@@ -386,6 +388,7 @@ def test_litellm_with_prompts_shares_what_is_equal(tmp_path: Path) -> None:
     trace = read_trace(path, tokens="words")
 
     assert num_shared(trace, 0, 1) == 3
+    assert not any(request.is_opaque for request in trace.requests)
 
 
 def test_lmcache_records_are_text_with_microseconds(tmp_path: Path) -> None:
@@ -419,7 +422,8 @@ def test_azure_times_keep_their_seventh_digit(tmp_path: Path) -> None:
     assert [r.arrival_s for r in trace.requests] == [0.0, 7e-7, 0.02004]
     assert len({unit for r in trace.requests for unit in r.units}) == 6  # none shared
     assert [p.line for p in trace.problems] == [4, 6]
-    assert any("only lengths are known" in note for note in trace.notes)
+    assert any("hit rates are lower bounds" in note for note in trace.notes)
+    assert trace_facts(trace).num_opaque == 3
 
 
 def test_burstgpt_is_read_with_its_models(tmp_path: Path) -> None:
@@ -434,6 +438,7 @@ def test_burstgpt_is_read_with_its_models(tmp_path: Path) -> None:
 
     assert (trace.format, trace.duration_s) == ("burstgpt", 40.0)
     assert [r.identity for r in trace.requests] == ["model=ChatGPT", "model=GPT-4"]
+    assert all(request.is_opaque for request in trace.requests)
 
 
 # Fields that the user names

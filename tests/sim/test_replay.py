@@ -305,6 +305,10 @@ def test_a_replay_is_what_one_step_after_another_gives(seed: int) -> None:
     assert result.num_evicted_blocks == sum(r.num_evicted for r in driver.replicas)
     if not gaps and not end_s:
         return
+    usages = [replica.cache.usage() for replica in driver.replicas]
+    last = result.memory[-1]
+    assert last.cached == sum(usage.num_cached_blocks for usage in usages)
+    assert (last.active, last.at_s) == (0, result.end_s)
     busy_s = sum(replica.busy_s for replica in driver.replicas)
     assert result.busy_share == pytest.approx(
         busy_s / result.end_s / config.num_replicas

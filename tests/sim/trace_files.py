@@ -60,6 +60,7 @@ def shape(trace: Trace) -> list[tuple[Any, ...]]:
             seen("session", request.session),
             request.parent,
             request.think_s,
+            request.is_opaque,
         )
         for request in _checked(trace)
     ]

@@ -1,7 +1,7 @@
 """The commands and their options.
 
-Owns names, help texts and the mapping of errors to exit codes: 0 fine, 1 a promise
-does not hold, 2 the call was wrong or cannot be served, 3 it cannot be decided.
+Owns names and help texts. Exit codes: 0 fine, 1 a promise does not hold, 2 the call was
+wrong or cannot be served, 3 it cannot be decided, 70 a defect of StemKV.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def demo(
     with errors_explained():
         from stemkv.cli.demo import DemoOptions, run_demo
         from stemkv.cli.loading import load_with_progress
-        from stemkv.cli.outputs import check_writable
+        from stemkv.cli.outputs import check_outputs
 
-        for file in (json_file, html_file):
-            check_writable(file)
+        check_outputs({"--json": json_file, "--html": html_file}, {"--model": model})
         console = Console(stderr=json_file == Path("-"))
         options = DemoOptions(
             numerics=numerics,
@@ -120,13 +119,18 @@ def generate(
     threads: ThreadsOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Continue prompts; print completions, cached tokens and TTFT."""
+    """Continue prompts; print completions, cached tokens and TTFT.
+
+    Example: stemkv generate --prompt 'Once upon a time' --n 3 --temperature 0.8
+    """
     with errors_explained():
         from stemkv.cli.generate import GenerateOptions, run_generate
         from stemkv.cli.loading import load_with_progress
+        from stemkv.cli.outputs import check_outputs
         from stemkv.cli.settings import Settings, read_settings
         from stemkv.engine import EngineConfig, SamplingParams
 
+        check_outputs({"--json": json_file}, {"--model": model, "--settings": settings})
         # With JSON on standard output, what is for people goes elsewhere.
         console = Console(stderr=json_file == Path("-"))
         params = SamplingParams(
@@ -183,15 +187,17 @@ def identity(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Hash everything anew.")
     ] = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write JSON to this file; - is standard output."),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
-    """Print what must be equal before KV is shared, its encoding and its name."""
+    """Print what must be equal before KV is shared, its encoding and its name.
+
+    Example: stemkv identity models/llama --dtype bfloat16 --json identity.json
+    """
     with errors_explained():
         from stemkv.cli.identity import IdentityOptions, run_identity
+        from stemkv.cli.outputs import check_outputs
 
+        check_outputs({"--json": json_file}, {"the model": model})
         options = IdentityOptions(
             dtype=dtype,
             numerics=numerics,
@@ -228,10 +234,7 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="Write the cost for `stemkv replay --cost`.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write JSON to this file; - is standard output."),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Fit a cost model to an engine's own steps; say how well it predicts others.
 
@@ -240,7 +243,9 @@ def calibrate(
     with errors_explained("cli,engine,sim"):
         from stemkv.cli.calibrate import CalibrateOptions, run_calibrate
         from stemkv.cli.loading import load_with_progress
+        from stemkv.cli.outputs import check_outputs
 
+        check_outputs({"--out": out, "--json": json_file}, {"--model": model})
         console = Console(stderr=json_file == Path("-"))
         options = CalibrateOptions(
             numerics=numerics,
@@ -292,10 +297,7 @@ def value(
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write a page to this file.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write JSON to this file; - is standard output."),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Is it worth keeping one prefix: what it saves, displaces and delays.
 

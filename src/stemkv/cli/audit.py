@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from stemkv.audit.verdict import AuditReport, Table, Verdict
+from stemkv.cli.outputs import write_text
 from stemkv.engine import LoadedModel
 from stemkv.engine.threads import default_num_threads
 from stemkv.report import Page, Section
@@ -88,12 +89,10 @@ def write_reports(
     document = json.dumps(
         values if len(values) > 1 else values[0], indent=2, sort_keys=True
     )
-    if json_file == Path("-"):
-        print(document)
-    elif json_file is not None:
-        json_file.write_text(document + "\n", encoding="utf-8")
+    if json_file is not None:
+        write_text(document + "\n", json_file)
     if html_file is not None:
-        html_file.write_text(_page(reports).render(), encoding="utf-8")
+        write_text(_page(reports).render(), html_file)
 
 
 def _print(report: AuditReport, console: Console) -> None:

@@ -30,7 +30,8 @@ __all__ = ["audit"]
 audit = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Attack what is promised: identity, exactness, isolation.",
+    help="Attack what is promised: identity, exactness, isolation.\n\n"
+    "Example: stemkv audit all --html audit.html",
 )
 
 JsonOption = Annotated[
@@ -182,13 +183,12 @@ def _run(
             write_reports,
         )
         from stemkv.cli.loading import load_with_progress
-        from stemkv.cli.outputs import check_writable
+        from stemkv.cli.outputs import check_outputs
         from stemkv.engine import EngineConfig
 
         # What is wrong with the call shows now and not after minutes of work.
         EngineConfig(num_threads=threads)
-        for file in (json_file, html_file):
-            check_writable(file)
+        check_outputs({"--json": json_file, "--html": html_file}, {"--model": model})
         # Progress is for people: standard output is the report's alone.
         console = Console(stderr=True)
         reports: list[AuditReport] = []

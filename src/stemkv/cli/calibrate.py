@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from stemkv.cli.outputs import replaced, write_text
 from stemkv.core.tokens import TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.energy import EnergyMeter, open_meter
@@ -228,13 +229,11 @@ def run_calibrate(
     report = _report(fit, first, second, meter)
     _print(console, report)
     if out is not None:
-        write_cost(fit.cost, out)
+        with replaced(out) as path:
+            write_cost(fit.cost, path)
         console.print(f"wrote {out}", markup=False)
-    document = json.dumps(report, indent=2)
-    if json_file == Path("-"):
-        print(document)
-    elif json_file is not None:
-        json_file.write_text(document + "\n")
+    if json_file is not None:
+        write_text(json.dumps(report, indent=2) + "\n", json_file)
     agreements = report["agreement"].values()
     return all(each["first_difference"] is None for each in agreements)
 

@@ -6,11 +6,13 @@ Owns which options go together and what they mean. Figures are `sim.catalogue`'s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError
+from stemkv.report import Page
+from stemkv.report.wording import memory as spelled
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.pricing import memory_left, num_blocks, parse_memory, roofline
 
@@ -52,6 +54,10 @@ class DeploymentOptions:
                     f"{name} would say so again"
                 )
 
+    def inputs(self) -> dict[str, str | Path | None]:
+        """Return the files that are read, by the option that names each."""
+        return {"--cost": self.cost, "--model": self.model}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
@@ -78,6 +84,17 @@ class Deployment:
                 "--cost does not say how much memory there is; give --memory or --blocks"
             )
         return tuple(self._blocks(int(self.memory_bytes * each)) for each in shares)
+
+    def noted(self, page: Page, sizes: Sequence[int]) -> Page:
+        """Return the page with a note if a size, in blocks, is more than there is."""
+        largest = max(sizes) * self.block_size * self.costs.bytes_per_token
+        if self.memory_bytes is None or largest <= self.memory_bytes:
+            return page
+        note = (
+            f"Note that {spelled(largest)} is more than the device leaves beside the "
+            f"weights, {spelled(self.memory_bytes)}."
+        )
+        return replace(page, paragraphs=[*page.paragraphs, note])
 
     def _blocks(self, memory_bytes: int) -> int:
         return num_blocks(

@@ -7,12 +7,11 @@ Owns the salt, which is drawn here if nobody gives one, and the file. What is wr
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from stemkv.cli.outputs import STDOUT, check_writable, closed_quietly, say
+from stemkv.cli.outputs import check_outputs, say, written
 from stemkv.cli.traces import TraceOptions, load_trace
 from stemkv.errors import ConfigError
 from stemkv.sim.export import export_trace
@@ -34,20 +33,11 @@ def run_export(
         raise ConfigError(f"--as must be {' or '.join(_FORMS)}, got {form!r:.40}")
     if salt == "":
         raise ConfigError("salt must not be empty: pseudonyms could be guessed")
-    check_writable(out)
-    source = options.trace
-    if source is not None and out.exists() and Path(source).exists():
-        if out.samefile(source):
-            raise ConfigError(f"--out {out} is the trace itself; name another file")
+    check_outputs({"--out": out}, options.inputs(), streams=["--out"])
     trace = load_trace(options)
     drawn = secrets.token_hex(16) if salt is None else salt
-    if out == STDOUT:
-        with closed_quietly():
-            export_trace(trace, sys.stdout, format=known, salt=drawn)
-            sys.stdout.flush()
-    else:
-        with out.open("w", encoding="utf-8") as file:
-            export_trace(trace, file, format=known, salt=drawn)
+    with written(out) as file:
+        export_trace(trace, file, format=known, salt=drawn)
     say(
         f"wrote {len(trace.requests):,} requests to {out} as {known}; lengths, arrivals "
         f"and who shares what are as they were"

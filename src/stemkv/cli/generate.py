@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from stemkv.cli.outputs import write_text
 from stemkv.cli.settings import PublicPrefix, Settings
 from stemkv.core.tokens import TokenIds
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
@@ -86,11 +87,8 @@ def run_generate(
     ]
     for row in rows:
         _print(console, row, params.num_samples)
-    document = json.dumps(rows, indent=2, ensure_ascii=False)
-    if json_file == Path("-"):
-        print(document)
-    elif json_file is not None:
-        json_file.write_text(document + "\n")
+    if json_file is not None:
+        write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", json_file)
 
 
 def _public_tokens(engine: Engine, prefix: PublicPrefix) -> TokenIds:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stemkv.cli.outputs import STDOUT, write_text
 from stemkv.core.identity import FIELD_TAGS, SCHEMA_VERSION
 from stemkv.errors import ConfigError, UnsupportedModel
 
@@ -59,11 +60,10 @@ def run_identity(
         )
     document = describe(identity)
     text = json.dumps(document, separators=(",", ":")) + "\n"
-    if json_file == Path("-"):
-        sys.stdout.write(text)
-        return
     if json_file is not None:
-        json_file.write_text(text, encoding="utf-8")
+        write_text(text, json_file)
+    if json_file == STDOUT:
+        return
     lines = [
         f"{json.dumps(name)}:{json.dumps(value)}"
         for name, value in document["identity"].items()

@@ -1,19 +1,23 @@
 """Options and errors that commands have in common.
 
-Owns their words, and the mapping of errors to exit code 2.
+Owns their words, and the mapping of errors to exit codes: 2 for what the caller can
+mend, 70 for our own defects (EX_SOFTWARE of sysexits.h), which end with a traceback.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, NoReturn
 
 import typer
 
-from stemkv.errors import StemKVError
+from stemkv.errors import InvariantError, StemKVError
+from stemkv.report.wording import visible
 
 __all__ = [
     "DtypeOption",
@@ -34,8 +38,40 @@ ThreadsOption = Annotated[
     int | None, typer.Option(help="Tensor threads [default: usable cores - 1].")
 ]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the numbers to this file.")
+    Path | None,
+    typer.Option("--json", help="Write JSON to this file; - is standard output."),
 ]
+
+# What a message of the library begins with, and how it is typed here.
+_OPTIONS: Final = {
+    "assumed_watts": "--watts",
+    "block_size": "--block-size",
+    "kv_dtype": "--kv-dtype",
+    "kv_tokens": "--kv-tokens",
+    "max_new_tokens": "--max-tokens",
+    "max_num_running": "--max-running",
+    "num_blocks": "--blocks",
+    "num_replicas": "--replicas",
+    "num_requests": "--requests",
+    "num_samples": "--n",
+    "num_tenants": "--tenants",
+    "num_threads": "--threads",
+    "prefix_tokens": "--prefix-tokens",
+    "slo_tpot_s": "--slo-tpot",
+    "slo_ttft_s": "--slo-ttft",
+    "spread_s": "--spread",
+    "token_budget": "--budget",
+    "weight_dtype": "--weight-dtype",
+}
+# Remedies that are for callers of the library, and what to do instead.
+_REMEDIES: Final = {
+    "fields={'prompt': 'request.text'}": "--map prompt=request.text",
+    "describe it with a `Device`": "bring measured costs with --cost",
+    "read fewer requests (limit) or a larger unit_size": "read fewer with --limit",
+    "a smaller block_size": "a smaller --block-size",
+    "estimate with tokens='chars4'": "estimate with --tokens chars4",
+}
+_DEFECT = 70
 
 
 @contextmanager
@@ -46,16 +82,46 @@ def errors_explained(extras: str = "cli,engine") -> Iterator[None]:
     """
     try:
         yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except InvariantError as error:
+        _report(error)
     except StemKVError as error:
-        _fail(f"{type(error).__name__}: {error}")
+        _fail(f"{type(error).__name__}: {_as_typed(str(error))}")
     except OSError as error:
         _fail(f"{error.strerror or error}: {error.filename or ''}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("stemkv"):
-            raise
+            _report(error)
         _fail(f"{error.name} is missing; install: pip install 'stemkv[{extras}]'")
 
+    except Exception as error:
+        _report(error)
 
-def _fail(message: str) -> None:
-    print(f"stemkv: {message}", file=sys.stderr)
+
+def _as_typed(message: str) -> str:
+    """Return what the library says in the words of the command line."""
+    for ours, typed in _REMEDIES.items():
+        message = message.replace(ours, typed)
+    word = re.match(r"\w+", message)
+    if word is None or word[0] not in _OPTIONS:
+        return message
+    return _OPTIONS[word[0]] + message[word.end() :]
+
+
+def _fail(message: str) -> NoReturn:
+    # What names a file or a field comes from outside, and must not steer a terminal.
+    lines = [visible(line) for line in message.split("\n")]
+    print("stemkv: " + "\n".join(lines), file=sys.stderr)
     raise typer.Exit(2)
+
+
+def _report(error: Exception) -> NoReturn:
+    """Show a defect of ours as what it is: the caller can mend nothing."""
+    traceback.print_exception(error, file=sys.stderr)
+    print(
+        f"stemkv: internal error: {visible(str(error) or type(error).__name__)}; this is "
+        f"a defect of StemKV, please report it with the lines above",
+        file=sys.stderr,
+    )
+    raise typer.Exit(_DEFECT) from None

@@ -17,8 +17,9 @@ from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
-    check_writable,
+    check_outputs,
     counted,
+    replaced,
     say,
     write_text,
 )
@@ -35,7 +36,6 @@ from stemkv.cli.thresholds import (
     parse_thresholds,
 )
 from stemkv.cli.traces import TraceOptions, load_trace
-from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
 from stemkv.sim.config import ReplayConfig
@@ -81,12 +81,15 @@ class Outputs:
     parquet: Path | None = None
     timeline: Path | None = None
 
-    def __post_init__(self) -> None:
-        for file in (self.html, self.parquet, self.timeline):
-            if file == STDOUT:
-                raise ConfigError("only --json can be written to standard output")
-        for file in (self.html, self.json, self.parquet, self.timeline):
-            check_writable(file)
+    def check(self, trace: TraceOptions, deployment: DeploymentOptions) -> None:
+        """Raise `ConfigError` if one cannot be written, or would be over what is read."""
+        outputs = {
+            "--html": self.html,
+            "--json": self.json,
+            "--parquet": self.parquet,
+            "--timeline": self.timeline,
+        }
+        check_outputs(outputs, {**trace.inputs(), **deployment.inputs()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +109,7 @@ class ReplayOptions:
     fail_on: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.has_clock:
-            return
-        needs_clock = {
-            "--parquet": self.outputs.parquet is not None,
-            "--timeline": self.outputs.timeline is not None,
-            "--replicas": self.config.num_replicas != 1,
-        }
-        for name, is_given in needs_clock.items():
-            if is_given:
-                raise ConfigError(f"{name} needs the clock; drop --no-clock")
+        self.outputs.check(self.trace, self.deployment)
 
 
 def run_replay(options: ReplayOptions) -> int:
@@ -154,7 +148,7 @@ def _run_timed(
     if options.has_curves:
         found = _study(trace, config, deployment)
         result = with_study(result, found)
-    page = replay_page(result)
+    page = deployment.noted(replay_page(result), [config.num_blocks])
     outputs = options.outputs
     if outputs.html is not None:
         _write(page.render(), outputs.html)
@@ -162,13 +156,15 @@ def _run_timed(
     if outputs.json is not None:
         _write(to_json(result, schema="stemkv.replay/1"), outputs.json)
     print_replay(console, result, page)
-    findings = judge(thresholds, numbers_of(result), trace)
+    findings = judge(
+        thresholds, numbers_of(result), result.trace, num_finished=result.num_finished
+    )
     print_findings(console, findings)
     code = exit_code(findings)
-    if not result.num_finished and code == 0:
+    if not result.num_finished:
         console.print("inconclusive: no request finished", style="bold yellow")
-        return _INCONCLUSIVE
-    return code
+        return code or _INCONCLUSIVE
+    return code or (_INCONCLUSIVE if result.trace.is_opaque else 0)
 
 
 def _run_sequence(
@@ -209,16 +205,21 @@ def _run_sequence(
         curves=found.curves,
         bounds=found.bounds,
     )
-    page = sequence_page(report)
+    page = deployment.noted(sequence_page(report), [config.num_blocks])
     outputs = options.outputs
     if outputs.html is not None:
         _write(page.render(), outputs.html)
     if outputs.json is not None:
         _write(to_json(report, schema="stemkv.sequence/1"), outputs.json)
     print_sequence(console, report, page)
-    findings = judge(thresholds, numbers_of_sequence(sequence, trace), trace)
+    findings = judge(
+        thresholds,
+        numbers_of_sequence(sequence, report.trace),
+        report.trace,
+        num_finished=sequence.num_requests,
+    )
     print_findings(console, findings)
-    return exit_code(findings)
+    return exit_code(findings) or (_INCONCLUSIVE if report.trace.is_opaque else 0)
 
 
 def _study(trace: Trace, config: ReplayConfig, deployment: Deployment) -> Study:
@@ -237,7 +238,8 @@ def _write_details(result: ReplayResult, outputs: Outputs) -> None:
     if outputs.parquet is not None:
         from stemkv.report.parquet import write_requests
 
-        write_requests(result.requests, outputs.parquet)
+        with replaced(outputs.parquet) as path:
+            write_requests(result.requests, path)
         say(f"wrote {outputs.parquet}")
     if outputs.timeline is not None:
         from stemkv.report.perfetto import trace_events

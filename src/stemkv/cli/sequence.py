@@ -17,8 +17,17 @@ from stemkv.measure.results import GIB, Bound, CapacityCurve, TraceFacts
 from stemkv.report import Chart, Fact, Page, Section
 from stemkv.report.capacity import capacity_charts, hit_rate_at
 from stemkv.report.chart import Mark
+from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell
-from stemkv.report.wording import NO_DATA, count, memory, per_cent, percent, points
+from stemkv.report.wording import (
+    NO_DATA,
+    count,
+    memory,
+    name,
+    per_cent,
+    percent,
+    points,
+)
 from stemkv.report.wording import seconds as duration
 from stemkv.sim.sequence import SequenceResult
 
@@ -49,50 +58,57 @@ class SequenceReport:
 
 def sequence_page(report: SequenceReport) -> Page:
     """Return the page; what would need a clock is not on it."""
-    hits = report.sequence.hits
     charts = capacity_charts(
         report.curves,
         own=Mark(x=report.gib, text=f"this run: {memory(report.gib * GIB)}"),
         hit_label=_label(report),
         saved_label="estimated",
     )
-    sections: list[Section | Chart] = [*charts, *_sections(report), _notes(report)]
+    sections: list[Section | Chart] = [_notes(report)]
+    if not report.trace.is_opaque:
+        sections = [*charts, *_sections(report), *sections]
     return Page(
-        title=f"StemKV replay of {report.trace.name}, without a clock",
+        title=f"StemKV replay of {name(report.trace.name)}, without a clock",
         headline=_headline(report),
         paragraphs=_paragraphs(report),
-        facts=[
-            Fact(
-                name="hit rate by token",
-                value=percent(hits.hit_rate),
-                label=_label(report),
-            ),
-            Fact(
-                name="the same, last half",
-                value=percent(hits.steady_hit_rate),
-                label=_label(report),
-            ),
-            Fact(
-                name="hit rate by request",
-                value=percent(report.sequence.request_hit_rate),
-                label=_label(report),
-            ),
-            Fact(
-                name="prefill saved",
-                value=duration(hits.saved_s),
-                label="estimated",
-            ),
-        ],
+        facts=[] if report.trace.is_opaque else _facts(report),
         sections=sections,
         method={"costs": report.cost_source, **report.config},
     )
 
 
+def _facts(report: SequenceReport) -> list[Fact]:
+    hits = report.sequence.hits
+    return [
+        Fact(
+            name="hit rate by token",
+            value=percent(hits.hit_rate),
+            label=_label(report),
+        ),
+        Fact(
+            name="the same, last half",
+            value=percent(hits.steady_hit_rate),
+            label=_label(report),
+        ),
+        Fact(
+            name="hit rate by request",
+            value=percent(report.sequence.request_hit_rate),
+            label=_label(report),
+        ),
+        Fact(
+            name="prefill saved",
+            value=duration(hits.saved_s),
+            label="estimated",
+        ),
+    ]
+
+
 def print_sequence(console: Console, report: SequenceReport, page: Page) -> None:
     """Print the headline, the tables, and what was left out."""
     print_sentences(console, page)
-    for section in _sections(report):
-        print_section(console, section)
+    if not report.trace.is_opaque:
+        for section in _sections(report):
+            print_section(console, section)
     print_notes(console, report.trace)
 
 
@@ -101,6 +117,8 @@ def _label(report: SequenceReport) -> str:
 
 
 def _headline(report: SequenceReport) -> str:
+    if report.trace.is_opaque:
+        return opaque_headline(report.trace)
     hits = report.sequence.hits
     text = (
         f"Without a clock, {percent(hits.hit_rate)} of the prompt tokens are reused in "
@@ -120,6 +138,8 @@ def _headline(report: SequenceReport) -> str:
 
 
 def _paragraphs(report: SequenceReport) -> list[str]:
+    if report.trace.is_opaque:
+        return []
     found = report.sequence
     paragraphs = [
         f"{count(found.num_requests, 'request')} one after another, each alone in the "
@@ -135,7 +155,7 @@ def _paragraphs(report: SequenceReport) -> list[str]:
         paragraphs.append(
             "The trace has text and not tokens, so every count of tokens is an estimate."
         )
-    return paragraphs
+    return [*paragraphs, *opaque_note(report.trace)]
 
 
 def _sections(report: SequenceReport) -> list[Section]:
@@ -152,7 +172,7 @@ def _tenants(report: SequenceReport) -> list[Section]:
             columns=("tenant", "requests", "with a hit", "prompt tokens", "hit rate %"),
             rows=[
                 (
-                    each.tenant,
+                    name(each.tenant),
                     each.num_requests,
                     each.num_hit_requests,
                     each.input_tokens,
@@ -170,7 +190,7 @@ def _tenants(report: SequenceReport) -> list[Section]:
 
 def _flows(report: SequenceReport) -> list[Section]:
     flows = report.sequence.writers
-    if len({name for flow in flows for name in (flow.writer, flow.reader)}) < 2:
+    if len({who for flow in flows for who in (flow.writer, flow.reader)}) < 2:
         return []
     ordered = sorted(flows, key=lambda each: (-each.tokens, each.writer, each.reader))
     left = len(ordered) - _MAX_FLOWS
@@ -178,7 +198,10 @@ def _flows(report: SequenceReport) -> list[Section]:
         Section(
             title="Who reuses whose tokens",
             columns=("writer", "reader", "tokens"),
-            rows=[(f.writer, f.reader, f.tokens) for f in ordered[:_MAX_FLOWS]],
+            rows=[
+                (name(flow.writer), name(flow.reader), flow.tokens)
+                for flow in ordered[:_MAX_FLOWS]
+            ],
             note=f"{count(left, 'smaller pair')} in the JSON." if left > 0 else "",
             label=_label(report),
         )

@@ -13,10 +13,19 @@ from stemkv.cli.outputs import print_section
 from stemkv.cli.thresholds import Finding, Judgement
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, TraceFacts
 from stemkv.report import Page, Section
-from stemkv.report.latency import latency_table
+from stemkv.report.latency import latency_table, stall_table
 from stemkv.report.page import Cell
 from stemkv.report.reuse import bounds, counted, losses
-from stemkv.report.wording import NO_DATA, count, energy, memory, per_cent, seconds
+from stemkv.report.wording import (
+    NO_DATA,
+    count,
+    energy,
+    memory,
+    name,
+    per_cent,
+    seconds,
+    visible,
+)
 
 __all__ = ["print_findings", "print_notes", "print_replay", "print_sentences"]
 
@@ -33,14 +42,10 @@ _MARKS = {
 def print_replay(console: Console, result: ReplayResult, page: Page) -> None:
     """Print a replay's headline, its tables, and what was left out."""
     print_sentences(console, page)
-    sections = [
-        *_tokens(result),
-        *_tenants(result),
-        *latency_table(result),
-        _memory(result),
-        *_prefixes(result),
-        *bounds(result),
-    ]
+    sections = [*latency_table(result), _memory(result), *stall_table(result)]
+    if not result.trace.is_opaque:
+        sections = [*_tokens(result), *_tenants(result), *sections]
+        sections += [*_prefixes(result), *bounds(result)]
     for section in sections:
         print_section(console, section)
     print_notes(console, result.trace)
@@ -48,18 +53,18 @@ def print_replay(console: Console, result: ReplayResult, page: Page) -> None:
 
 def print_sentences(console: Console, page: Page) -> None:
     """Print a page's headline and what stands below it."""
-    console.print(page.headline, markup=False, style="bold")
+    console.print(visible(page.headline), markup=False, style="bold")
     for paragraph in page.paragraphs:
-        console.print(paragraph, markup=False)
+        console.print(visible(paragraph), markup=False)
 
 
 def print_notes(console: Console, trace: TraceFacts) -> None:
     """Print what readers should know of a trace, and lines that were left out."""
     for note in trace.notes:
-        console.print(f"note: {note}", markup=False, style="dim")
+        console.print(f"note: {visible(note)}", markup=False, style="dim")
     shown = trace.problems[:_MAX_PROBLEMS]
     for problem in shown:
-        console.print(f"left out: {problem}", markup=False)
+        console.print(f"left out: {visible(problem)}", markup=False)
     if more := trace.num_skipped_lines - len(shown):
         console.print(
             count(more, "more line was left out", plural="more lines were left out")
@@ -116,7 +121,7 @@ def _tenants(result: ReplayResult) -> list[Section]:
             ),
             rows=[
                 (
-                    each.tenant,
+                    name(each.tenant),
                     each.num_requests,
                     per_cent(each.tokens.hit_rate) if each.tokens.prompt else NO_DATA,
                     each.saved.seconds,
@@ -171,7 +176,7 @@ def _prefixes(result: ReplayResult) -> list[Section]:
             columns=("domain", "tokens", "hits", "saved s", "saved s per GiB·s"),
             rows=[
                 (
-                    each.domain,
+                    name(each.domain),
                     f"{each.start:,} to {each.end:,}",
                     each.num_hits,
                     each.saved_s,

@@ -23,7 +23,7 @@ from stemkv.cli.traces import TraceOptions, load_trace
 from stemkv.errors import ConfigError
 from stemkv.measure.results import SweepCell, SweepResult, to_json
 from stemkv.report import Section
-from stemkv.report.sweep import sweep_page
+from stemkv.report.sweep import is_conclusive, numbers_label, sweep_page
 from stemkv.report.wording import per_cent
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import lru_curves, units_in
@@ -32,6 +32,7 @@ from stemkv.sim.sweep import Grid, sweep, timed_cell, untimed_cell
 
 __all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
 
+_INCONCLUSIVE = 3
 _SHARES_LEFT = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the memory that the device leaves
 
 
@@ -55,12 +56,7 @@ class SweepOptions:
     def __post_init__(self) -> None:
         if self.num_jobs < 1:
             raise ConfigError(f"--jobs must be at least 1, got {self.num_jobs}")
-        if self.has_clock:
-            return
-        if len(self.orders) > 1:
-            raise ConfigError("several --order need the clock; drop --no-clock")
-        if self.config.num_replicas > 1:
-            raise ConfigError("--replicas needs the clock; drop --no-clock")
+        self.outputs.check(self.trace, self.deployment)
 
 
 def listed(option: str, text: str) -> tuple[str, ...]:
@@ -82,8 +78,8 @@ def numbers_listed(option: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def run_sweep(options: SweepOptions) -> None:
-    """Replay every configuration, write and print."""
+def run_sweep(options: SweepOptions) -> int:
+    """Replay every configuration, write and print; return 0, or 3 if nothing shows."""
     deployment = deploy(options.deployment)
     sizes = deployment.blocks_of(options.memory, options.num_blocks)
     grid = Grid(
@@ -121,7 +117,7 @@ def run_sweep(options: SweepOptions) -> None:
             block_size=options.config.block_size,
         ),
     )
-    page = sweep_page(result)
+    page = deployment.noted(sweep_page(result), grid.num_blocks)
     outputs = options.outputs
     if outputs.html is not None:
         write_text(page.render(), outputs.html)
@@ -133,6 +129,7 @@ def run_sweep(options: SweepOptions) -> None:
     print_sentences(console, page)
     print_section(console, _table(result))
     print_notes(console, result.trace)
+    return 0 if is_conclusive(result) else _INCONCLUSIVE
 
 
 def _settings(
@@ -177,7 +174,7 @@ def _table(result: SweepResult) -> Section:
         title="Configurations",
         columns=columns,
         rows=[_row(cell, words, columns, is_timed=is_timed) for cell in cells],
-        label="estimated" if is_timed or not result.trace.is_exact else "exact",
+        label=numbers_label(result),
     )
 
 

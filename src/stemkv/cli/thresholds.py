@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from stemkv.errors import ConfigError
-from stemkv.measure.results import ReplayResult
+from stemkv.measure.results import ReplayResult, TraceFacts
 from stemkv.sim.sequence import SequenceResult
-from stemkv.sim.trace import Trace
 
 __all__ = [
     "CLOCKLESS_NUMBERS",
@@ -56,7 +55,10 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_SYNTAX = re.compile(r"\s*([a-z0-9-]+)\s*([<>]=?)\s*([^\s%]+)\s*(%?)\s*")
+_SHARES = {*_RATES, "goodput-share"}
+_OF_REUSE = {*_RATES, "saved-seconds"}
+_WITHOUT_SERVICE = {"skipped", "refused"}  # true also where nothing finished
+_SYNTAX = re.compile(r"\s*([a-z0-9-]+)\s*([<>]=?)\s*(\S+?)\s*(%|ms|s|)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def numbers_of(result: ReplayResult) -> dict[str, float | None]:
 
 
 def numbers_of_sequence(
-    result: SequenceResult, trace: Trace
+    result: SequenceResult, trace: TraceFacts
 ) -> dict[str, float | None]:
     """Return the numbers that a replay without a clock has."""
     return {
@@ -133,21 +135,30 @@ def numbers_of_sequence(
         "steady-hit-rate": result.hits.steady_hit_rate,
         "request-hit-rate": result.request_hit_rate,
         "saved-seconds": result.hits.saved_s,
-        "skipped": len(trace.problems),
+        "skipped": trace.num_skipped_lines,
     }
 
 
 def judge(
     thresholds: Sequence[Threshold],
     numbers: Mapping[str, float | None],
-    trace: Trace,
+    trace: TraceFacts,
+    *,
+    num_finished: int,
 ) -> tuple[Finding, ...]:
     """Compare numbers with their limits.
 
-    A rate of hits says nothing where no two requests can share: traces of lengths know
-    no prompts.
+    Unknown prompts reuse nothing in a replay, but might have in truth: where there are
+    some, what reuse came to is a lower bound, and where there are no others it is no
+    number at all. Where nothing finished there are no numbers of service either.
     """
-    return tuple(_judged(thresholds, numbers, has_prefixes=_has_prefixes(trace)))
+    return tuple(
+        Finding(threshold=each, judgement=judgement, because=because)
+        for each in thresholds
+        for judgement, because in [
+            _judged(each, numbers[each.name], trace, num_finished)
+        ]
+    )
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -165,7 +176,7 @@ def _parse(text: str, names: Sequence[str]) -> Threshold:
             f"--fail-on takes NAME<LIMIT, NAME<=LIMIT, NAME>LIMIT or NAME>=LIMIT, as in "
             f"hit-rate<30% or ttft-p99>2, got {text!r:.80}"
         )
-    name, comparison, digits, percent = found.groups()
+    name, comparison, digits, unit = found.groups()
     if name not in names:
         needs_clock = name in NUMBERS
         raise ConfigError(
@@ -174,44 +185,58 @@ def _parse(text: str, names: Sequence[str]) -> Threshold:
             f"there are {', '.join(names)}"
         )
     try:
-        limit = float(digits) / (100 if percent else 1)
+        number = float(digits)
     except ValueError:
-        limit = math.nan
-    if not math.isfinite(limit):
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"--fail-on {text}: {digits!r:.40} is no finite number")
-    return Threshold(text=text.strip(), name=name, comparison=comparison, limit=limit)
+    return Threshold(
+        text=text.strip(),
+        name=name,
+        comparison=comparison,
+        limit=_limit(text, name, number, unit),
+    )
 
 
-def _has_prefixes(trace: Trace) -> bool:
-    """Return whether any two requests have something in common.
-
-    Ids are chained, so they would have the first unit in common.
-    """
-    first = [request.units[0] for request in trace.requests if request.units]
-    return len(set(first)) < len(first)
+def _limit(text: str, name: str, number: float, unit: str) -> float:
+    """Return a limit in the unit of its number: shares of 1, seconds or a count."""
+    if name in _SHARES:
+        limit = number / 100 if unit == "%" else number
+        if unit not in ("", "%") or not 0 <= limit <= 1:
+            remedy = f"; for {number:g} percent write {number:g}%" if not unit else ""
+            raise ConfigError(
+                f"--fail-on {text}: {name} is a share, from 0 to 1 or from 0% to "
+                f"100%{remedy}"
+            )
+        return limit
+    is_time = name.endswith("-seconds") or name.partition("-")[0] in _LATENCIES
+    if unit == "%" or (unit and not is_time):
+        kind = "a time, in seconds as 0.5 or 500ms" if is_time else "no share or time"
+        raise ConfigError(f"--fail-on {text}: {name} is {kind}")
+    return number / 1000 if unit == "ms" else number
 
 
 def _judged(
-    thresholds: Sequence[Threshold],
-    numbers: Mapping[str, float | None],
-    *,
-    has_prefixes: bool,
-) -> Iterator[Finding]:
-    for threshold in thresholds:
-        value = numbers[threshold.name]
-        is_of_hits = threshold.name in (*_RATES, "saved-seconds")
-        if value is None or math.isnan(value):
-            judgement, because = Judgement.UNDECIDED, "this replay has no such number"
-            if threshold.name.startswith("goodput"):
-                because = "no limits were given; give --slo-ttft or --slo-tpot"
-        elif is_of_hits and not has_prefixes:
-            judgement = Judgement.UNDECIDED
-            because = (
-                "no two requests of the trace have a prefix in common, as in traces "
-                "that tell lengths only"
-            )
-        else:
-            is_met = threshold.is_met(value)
-            judgement = Judgement.MET if is_met else Judgement.NOT_MET
-            because = f"it is {value:.6g}"
-        yield Finding(threshold=threshold, judgement=judgement, because=because)
+    threshold: Threshold, value: float | None, trace: TraceFacts, num_finished: int
+) -> tuple[Judgement, str]:
+    name = threshold.name
+    if not num_finished and name not in _WITHOUT_SERVICE:
+        return Judgement.UNDECIDED, "no request finished"
+    if value is None or math.isnan(value):
+        if name.startswith("goodput"):
+            because = "no limits were given; give --slo-ttft or --slo-tpot"
+            return Judgement.UNDECIDED, because
+        return Judgement.UNDECIDED, "this replay has no such number"
+    is_met = threshold.is_met(value)
+    judgement = Judgement.MET if is_met else Judgement.NOT_MET
+    if name not in _OF_REUSE or not trace.num_opaque:
+        return judgement, f"it is {value:.6g}"
+    if trace.is_opaque:
+        return Judgement.UNDECIDED, "only lengths of the prompts are known"
+    # What is above a limit stays above it, whatever the unknown prompts would add.
+    if is_met != threshold.comparison.startswith(">"):
+        judgement = Judgement.UNDECIDED
+    return judgement, (
+        f"it is at least {value:.6g}: {trace.num_opaque:,} of {trace.num_requests:,} "
+        f"prompts are unknown"
+    )

@@ -46,9 +46,25 @@ from stemkv.cli.trace_options import (
 __all__ = ["export", "replay", "sweep"]
 
 _EXTRAS = "cli,sim,report"
+# Parameters that mean nothing where requests go one after another.
+_OF_CLOCK = {
+    "budget": "--budget",
+    "max_running": "--max-running",
+    "replicas": "--replicas",
+    "routing": "--routing",
+    "order": "--order",
+    "loop": "--loop",
+    "rate": "--rate",
+    "spread": "--spread",
+    "slo_ttft": "--slo-ttft",
+    "slo_tpot": "--slo-tpot",
+    "parquet_file": "--parquet",
+    "timeline_file": "--timeline",
+}
 
 
 def replay(
+    context: typer.Context,
     trace: TraceArgument = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Replay a made-up workload; no input.")
@@ -113,7 +129,8 @@ def replay(
             "Names: hit-rate, steady-hit-rate, request-hit-rate, saved-seconds, "
             "goodput, goodput-share, skipped, refused, preemptions, stalls, "
             "stall-seconds, evicted-blocks, regret-tokens, and ttft, tpot, itl, e2e or "
-            "queue with -mean, -p50, -p90, -p95, -p99 or -max (seconds)."
+            "queue with -mean, -p50, -p90, -p95, -p99 or -max. Shares as 0.3 or 30%, "
+            "times as 0.5 (seconds) or 500ms."
         ),
     ] = None,
 ) -> None:
@@ -130,6 +147,8 @@ def replay(
         from stemkv.sim.config import ReplayConfig
         from stemkv.sim.sharing import SharingRule
 
+        if not clock:
+            _refuse_clock(context, is_workload=demo or workload is not None)
         if demo:
             if trace is not None or workload is not None:
                 raise ConfigError("--demo takes no trace and no workload")
@@ -201,7 +220,20 @@ def replay(
         raise typer.Exit(code)
 
 
+def _refuse_clock(context: typer.Context, *, is_workload: bool) -> None:
+    """Raise `ConfigError` for options that were typed and need the clock."""
+    from stemkv.errors import ConfigError
+
+    for parameter, option in _OF_CLOCK.items():
+        if is_workload and parameter == "rate":
+            continue  # it makes the workload
+        source = context.get_parameter_source(parameter)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{option} needs the clock; drop --no-clock")
+
+
 def sweep(
+    context: typer.Context,
     trace: TraceArgument = None,
     workload: WorkloadOption = None,
     requests: RequestsOption = None,
@@ -259,8 +291,10 @@ def sweep(
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
 
-        rate = 1.0 if rate is None else rate
         is_workload = workload is not None
+        if not clock:
+            _refuse_clock(context, is_workload=is_workload)
+        rate = 1.0 if rate is None else rate
         options = SweepOptions(
             trace=TraceOptions(
                 trace=trace,
@@ -308,7 +342,9 @@ def sweep(
             num_jobs=jobs,
             outputs=Outputs(html=html_file, json=json_file),
         )
-        run_sweep(options)
+        code = run_sweep(options)
+    if code:
+        raise typer.Exit(code)
 
 
 def export(

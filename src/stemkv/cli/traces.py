@@ -5,8 +5,10 @@ Owns which options go together and what they mean. Formats and generators are `s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stemkv.cli.outputs import counted
 from stemkv.errors import ConfigError
@@ -58,6 +60,10 @@ class TraceOptions:
                 raise ConfigError(f"{name} {remedy}")
         parse_map(self.map)
 
+    def inputs(self) -> dict[str, str | Path | None]:
+        """Return the files that are read, by the words that name each."""
+        return {"the trace": self.trace, "--tokens": self.tokens}
+
 
 def parse_map(entries: Sequence[str]) -> dict[str, str]:
     """Return role → path of the entries `role=path`; each role once."""
@@ -96,6 +102,8 @@ def load_trace(
             **tenants,
         )
     assert options.trace is not None, "one of the two is there"
+    if options.trace == "-" and sys.stdin is None:
+        raise ConfigError("standard input is closed; name a file, or pipe one in")
     with counted("reading", "bytes") as progress:
         return read_trace(
             options.trace,

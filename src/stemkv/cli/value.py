@@ -14,7 +14,7 @@ from stemkv.cli.conclusion import headline, paragraphs
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
 from stemkv.cli.outputs import (
     PeoplesConsole,
-    check_writable,
+    check_outputs,
     counted,
     print_section,
     write_text,
@@ -53,8 +53,9 @@ def run_value(
     options: ValueOptions, *, html_file: Path | None, json_file: Path | None
 ) -> int:
     """Replay, print and write; return 0, or 3 if nothing could be concluded."""
-    for file in (html_file, json_file):
-        check_writable(file)
+    check_outputs(
+        {"--html": html_file, "--json": json_file}, options.deployment.inputs()
+    )
     deployment = deploy(options.deployment)
     config = ValueConfig(
         prefix_tokens=options.prefix_tokens,
@@ -69,11 +70,13 @@ def run_value(
     )
     with counted("replaying", "replays") as progress:
         result = study_value(config, deployment.costs, progress=progress)
-    page = page_of(result)
+    page = deployment.noted(
+        page_of(result), deployment.blocks_of([str(config.memory_bytes)])
+    )
     if json_file is not None:
         write_text(to_json(result, schema="stemkv.value/1"), json_file)
     if html_file is not None:
-        html_file.write_text(page.render(), encoding="utf-8")
+        write_text(page.render(), html_file)
     console = PeoplesConsole(json_file=json_file)
     _print(console, result, page)
     if html_file is not None:

@@ -7,7 +7,9 @@ of blocks, leases or policies.
 One tree for all namespaces and domains, so that a miss can be traced to another domain
 (what isolation costs) or to another identity (what a rollout or an adapter costs).
 A holder is a namespace with a domain in it; for each holder a node notes per block
-since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left. And it keeps the
+since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left. Of all others it notes
+only that some domain of a namespace had the block, so that a look costs the same
+whoever else has the text. And it keeps the
 accounts of what left: its runs are cut where prompts part, not where an eviction
 happened to stop, so they are what people call a prefix.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -29,6 +31,7 @@ __all__ = ["Booking", "History", "Past", "PastRun"]
 
 _NEVER = -math.inf  # this holder never had the block
 _RESIDENT = math.inf
+_MAX_NAMESPACES = 8  # noted for one run; the longest unchanged goes
 
 Holder = tuple[bytes, Domain]
 
@@ -71,7 +74,7 @@ class Booking:
 class _Node:
     """A run of blocks that no branch divides, and who held it."""
 
-    __slots__ = ("accounts", "children", "edge", "gone", "last_s", "parent")
+    __slots__ = ("accounts", "children", "edge", "gone", "parent", "seen")
 
     def __init__(self, parent: _Node | None, edge: bytes) -> None:
         self.parent = parent
@@ -79,14 +82,15 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.gone: dict[Holder, array[float]] = {}  # one number per block
         self.accounts: dict[Holder, PrefixAccount] = {}  # of what left
-        self.last_s = 0.0  # last change, for forgetting
+        self.seen: dict[bytes, bytearray] = {}  # namespace → 1 where some domain had it
 
 
 class History:
-    """Remembers published prefixes, up to `max_blocks` of them (`None`: all).
+    """Remembers published prefixes.
 
-    What is forgotten, the longest unchanged first, is "never seen" again. Times are
-    seconds and never decrease.
+    Of blocks times their holders up to `max_blocks` (`None`: all). What is forgotten,
+    the longest unused first, is "never seen" again. Times are seconds and never
+    decrease.
     """
 
     def __init__(self, block_size: int, *, max_blocks: int | None = None) -> None:
@@ -94,6 +98,9 @@ class History:
         self._max_blocks = max_blocks
         self._root = _Node(None, b"")
         self._num_blocks = 0
+        self._num_marks = 0  # blocks times holders
+        # Node and holder, the longest unused first; kept only if there is a bound.
+        self._marks: dict[tuple[_Node, Holder], None] = {}
         self._block_size = block_size
         self._forgotten: dict[Holder, PrefixAccount] = {}  # accounts without a place
 
@@ -101,6 +108,11 @@ class History:
     def num_blocks(self) -> int:
         """Blocks remembered."""
         return self._num_blocks
+
+    @property
+    def num_marks(self) -> int:
+        """Blocks remembered, each as often as it has holders: what is bounded."""
+        return self._num_marks
 
     def published(
         self,
@@ -112,8 +124,8 @@ class History:
         now: float,
     ) -> None:
         """Note that the holder has blocks `start … stop - 1` of `tokens` from now on."""
-        self._mark(namespace, domain, tokens, start, stop, _RESIDENT, now)
-        self._keep_bounds()
+        self._mark(namespace, domain, tokens, start, stop, _RESIDENT)
+        self._forget()
 
     def left(
         self,
@@ -125,23 +137,25 @@ class History:
         now: float,
     ) -> None:
         """Note that blocks `start … stop - 1` of `tokens` are not resident any more."""
-        self._mark(namespace, domain, tokens, start, stop, now, now)
-        self._keep_bounds()  # what was forgotten while resident is remembered again
+        self._mark(namespace, domain, tokens, start, stop, now)
+        self._forget()  # what was forgotten while resident is remembered again
 
     def past(
         self, namespace: bytes, domain: Domain, tokens: bytes, start: int, stop: int
     ) -> list[PastRun]:
         """Return what is known of blocks `start … stop - 1`, in order; pure.
 
-        O(nodes on the path) where a node's blocks share one past, else O(blocks).
+        O(nodes on the path) where a node's blocks share one past, else O(blocks);
+        independent of how many holders there are.
         """
         runs: list[PastRun] = []
         index = 0
         for node, num_same in self._walk(tokens, stop):
             low, high = max(start, index), index + num_same
             if low < high:
-                own = (namespace, domain), (namespace, PUBLIC)
-                runs.extend(_pasts(node, own, low - index, high - index))
+                runs.extend(
+                    _pasts(node, (namespace, domain), low - index, high - index)
+                )
             index += num_same
         if max(index, start) < stop:
             runs.append(PastRun(stop - max(index, start), Past()))
@@ -229,42 +243,57 @@ class History:
         start: int,
         stop: int,
         value: float,
-        now: float,
     ) -> None:
         """Set the holder's number of these blocks, adding nodes as needed."""
         holder = (namespace, domain)
         size = self._block_bytes
         index, last = 0, self._root
+        path = []
         for node, num_same in tuple(self._walk(tokens, stop)):
             if num_same * size < len(node.edge) and index + num_same < stop:
                 node = self._split(node, num_same)  # what is new branches off here
-            self._set(node, holder, start - index, num_same, value, now)
+            self._set(node, holder, start - index, num_same, value)
             index, last = index + num_same, node
-        if index >= stop:
-            return
-        if last is not self._root and not last.children and list(last.gone) == [holder]:
+            path.append(node)
+        if index < stop:
+            edge = tokens[index * size : stop * size]
+            path.append(self._grow(last, holder, edge, max(0, start - index), value))
+        # The end first, so that a prefix is remembered as long as what continues it.
+        for node in reversed(path):
+            for each in (holder, (namespace, PUBLIC)):
+                if each in node.gone:
+                    self._use(node, each)
+
+    def _grow(
+        self, last: _Node, holder: Holder, edge: bytes, low: int, value: float
+    ) -> _Node:
+        """Add blocks behind a node, marked from block `low` of them on."""
+        size = self._block_bytes
+        num_new = len(edge) // size
+        self._num_blocks += num_new
+        if (
+            last is not self._root
+            and not last.children
+            and list(last.gone) == [holder]
+            and list(last.seen) == [holder[0]]
+        ):
             # A prefix that grows block by block stays one run.
-            last.edge += tokens[index * size : stop * size]
-            gone = last.gone[holder]
-            gone.extend(array("d", [_NEVER]) * max(0, start - index))
-            gone.extend(array("d", [value]) * (stop - max(start, index)))
-            last.last_s = now
-            self._num_blocks += stop - index
-        else:
-            new = _Node(last, tokens[index * size : stop * size])
-            last.children[new.edge[:size]] = new
-            self._num_blocks += stop - index
-            self._set(new, holder, start - index, stop - index, value, now)
+            num_old = len(last.edge) // size
+            last.edge += edge
+            last.gone[holder].extend(array("d", [_NEVER]) * num_new)
+            last.seen[holder[0]].extend(bytes(num_new))
+            self._num_marks += num_new
+            self._set(last, holder, num_old + low, num_old + num_new, value)
+            return last
+        node = _Node(last, edge)
+        last.children[edge[:size]] = node
+        self._set(node, holder, low, num_new, value)
+        return node
 
     def _set(
-        self,
-        node: _Node,
-        holder: Holder,
-        low: int,
-        high: int,
-        value: float,
-        now: float,
+        self, node: _Node, holder: Holder, low: int, high: int, value: float
     ) -> None:
+        """Mark blocks `low … high - 1` of a node, if there are any."""
         low = max(0, low)
         if low >= high:
             return
@@ -272,8 +301,21 @@ class History:
         if gone is None:
             num_blocks = len(node.edge) // self._block_bytes
             gone = node.gone[holder] = array("d", [_NEVER]) * num_blocks
+            self._num_marks += num_blocks
         gone[low:high] = array("d", [value]) * (high - low)
-        node.last_s = now
+        namespace = holder[0]
+        seen = node.seen.pop(namespace, None)
+        if seen is None:
+            seen = bytearray(len(gone))
+        seen[low:high] = bytes([1]) * (high - low)
+        node.seen[namespace] = seen  # the last in the order of change
+        if len(node.seen) > _MAX_NAMESPACES:
+            del node.seen[next(iter(node.seen))]
+
+    def _use(self, node: _Node, holder: Holder) -> None:
+        if self._max_blocks is not None:
+            self._marks.pop((node, holder), None)
+            self._marks[node, holder] = None
 
     def _split(self, node: _Node, num_blocks: int) -> _Node:
         """Cut a node and return the upper part, which is new."""
@@ -281,10 +323,13 @@ class History:
         assert parent is not None, "the root has no edge to cut"
         size = self._block_bytes
         upper = _Node(parent, node.edge[: num_blocks * size])
-        upper.last_s = node.last_s
         for holder, gone in node.gone.items():
             upper.gone[holder] = gone[:num_blocks]
             node.gone[holder] = gone[num_blocks:]
+            self._use(upper, holder)
+        for namespace, seen in node.seen.items():
+            upper.seen[namespace] = seen[:num_blocks]
+            node.seen[namespace] = seen[num_blocks:]
         cut = (self._start_of(node) + num_blocks) * self._block_size
         for holder, account in tuple(node.accounts.items()):
             part = account.split_off(cut)
@@ -298,10 +343,6 @@ class History:
         upper.children[node.edge[:size]] = node
         return upper
 
-    def _keep_bounds(self) -> None:
-        if self._max_blocks is not None and self._num_blocks > self._max_blocks:
-            self._forget(self._max_blocks * 7 // 8)
-
     def _start_of(self, node: _Node) -> int:
         """Return how many blocks are above a node."""
         num_bytes = 0
@@ -311,20 +352,25 @@ class History:
             above = above.parent
         return num_bytes // self._block_bytes
 
-    def _forget(self, target: int) -> None:
-        """Drop whole leaves, the longest unchanged first, down to `target` blocks."""
-        size = self._block_bytes
-        while self._num_blocks > target:
-            leaves = [node for node in self._nodes() if not node.children]
-            leaves.sort(key=lambda node: (node.last_s, node.edge))
-            for node in leaves:
-                if self._num_blocks <= target:
-                    return
-                assert node.parent is not None, "the root is no leaf of blocks"
-                del node.parent.children[node.edge[:size]]
-                for holder, account in node.accounts.items():
-                    self._keep(None, holder, account)
-                self._num_blocks -= len(node.edge) // size
+    def _forget(self) -> None:
+        """Drop what was unused for longest, down to the bound; amortised O(1)."""
+        while self._max_blocks is not None and self._num_marks > self._max_blocks:
+            node, holder = next(iter(self._marks))
+            del self._marks[node, holder]
+            self._num_marks -= len(node.gone.pop(holder))
+            self._give_up(node, (holder,))
+            while node.parent is not None and not node.gone and not node.children:
+                self._give_up(node, tuple(node.accounts))
+                num_bytes = len(node.edge)
+                del node.parent.children[node.edge[: self._block_bytes]]
+                self._num_blocks -= num_bytes // self._block_bytes
+                node = node.parent
+
+    def _give_up(self, node: _Node, holders: tuple[Holder, ...]) -> None:
+        for holder in holders:
+            account = node.accounts.pop(holder, None)
+            if account is not None:
+                self._keep(None, holder, account)
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())
@@ -363,47 +409,42 @@ def _digest(holder: Holder, tokens: bytes) -> bytes:
     return digest.digest()
 
 
-def _pasts(
-    node: _Node, own: tuple[Holder, Holder], low: int, high: int
-) -> Iterator[PastRun]:
-    """Yield runs of equal past among blocks `low … high - 1` of a node."""
-    parts = [
-        (holder, gone[low:high])
-        for holder, gone in node.gone.items()
-        if max(gone[low:high]) != _NEVER
+def _pasts(node: _Node, own: Holder, low: int, high: int) -> Iterator[PastRun]:
+    """Yield runs of equal past among blocks `low … high - 1` of a node.
+
+    Looks at the asker's own marks and at one byte per block and namespace, however
+    many others have the text.
+    """
+    namespace = own[0]
+    never = array("d", [_NEVER]) * (high - low)
+    mine = node.gone.get(own)
+    public = node.gone.get((namespace, PUBLIC))
+    others = sorted(name for name in node.seen if name != namespace)
+    nobody = bytes(high - low)
+    columns: list[Sequence[float]] = [
+        never if mine is None else mine[low:high],
+        never if public is None else public[low:high],
+        node.seen[namespace][low:high] if namespace in node.seen else nobody,
+        *(node.seen[name][low:high] for name in others),
     ]
-    if all(min(part) == max(part) for _, part in parts):
-        yield PastRun(high - low, _past_at(parts, own, 0))
+    if all(min(column) == max(column) for column in columns):
+        yield PastRun(high - low, _past([column[0] for column in columns], others))
         return
-    start = 0
-    for _, group in groupby(zip(*(part for _, part in parts), strict=True)):
-        num_blocks = sum(1 for _ in group)
-        yield PastRun(num_blocks, _past_at(parts, own, start))
-        start += num_blocks
+    for values, group in groupby(zip(*columns, strict=True)):
+        yield PastRun(sum(1 for _ in group), _past(values, others))
 
 
-def _past_at(
-    parts: list[tuple[Holder, array[float]]], own: tuple[Holder, Holder], index: int
-) -> Past:
-    left_s: float | None = None
-    is_other_domain = False
-    other_namespace: bytes | None = None
-    namespace = own[0][0]
-    for holder, part in parts:
-        if part[index] == _NEVER:
-            continue
-        if holder in own:
-            stayed = part[index]
-            left_s = stayed if left_s is None else max(left_s, stayed)
-        elif holder[0] == namespace:
-            is_other_domain = True
-        elif other_namespace is None or holder[0] < other_namespace:
-            other_namespace = holder[0]  # of several, always the same one
-    if left_s is not None:
+def _past(values: Sequence[float], others: list[bytes]) -> Past:
+    mine, public, is_seen, *is_elsewhere = values
+    left_s = max(mine, public)  # of two copies the one that stayed longer
+    if left_s != _NEVER:
         return Past(left_s=left_s)
-    if is_other_domain:
+    if is_seen:
         return Past(is_other_domain=True)
-    return Past(other_namespace=other_namespace)
+    for name, is_there in zip(others, is_elsewhere, strict=True):
+        if is_there:
+            return Past(other_namespace=name)  # of several, always the same one
+    return Past()
 
 
 def _joined(runs: list[PastRun]) -> list[PastRun]:

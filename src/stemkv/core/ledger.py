@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stemkv.core.account import Account, PrefixAccount
@@ -53,9 +53,10 @@ class StallTotals:
 class Ledger:
     """Keeps the books of one cache.
 
-    `on_entry` gets each request's entry when the request has ended. Costs O(nodes on
-    the path) per request and event. `max_history_blocks` bounds what is remembered for
-    the reasons of misses (see `History`); `None` remembers everything.
+    Entries of requests that have ended wait for `take_entries`. Costs O(nodes on the
+    path) per request and event. `max_history_blocks` bounds what is remembered for the
+    reasons of misses (see `History`); `None` remembers everything. What stays is one
+    small account for every tenant there ever was, and what a namespace stands for.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class Ledger:
         cost: CostModel,
         *,
         max_history_blocks: int | None = None,
-        on_entry: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.cost = cost
         self.stalls = StallTotals()
         self.block_size = block_size
-        self._on_entry = on_entry
+        self._ended: list[LedgerEntry] = []  # not yet taken
         self._history = History(block_size, max_blocks=max_history_blocks)
         self._accounts: dict[str, Account] = {}
+        self._holding: dict[str, None] = {}  # accounts with active blocks
         self._prefixes: dict[int, PrefixAccount] = {}  # by node id, resident
         self._facts: dict[bytes, Mapping[str, object]] = {}  # by namespace
         self._open: dict[str, LedgerEntry] = {}
@@ -130,6 +131,11 @@ class Ledger:
     def entry(self, request_id: str) -> LedgerEntry | None:
         """Return the entry of a running request; `None` before admission and after."""
         return self._open.get(request_id)
+
+    @property
+    def num_stalled(self) -> int:
+        """Requests whose admission waits for memory now."""
+        return len(self._stalled)
 
     def is_stalled(self, request_id: str) -> bool:
         """Whether its admission waits for memory."""
@@ -307,10 +313,10 @@ class Ledger:
         stalls.shared_blocks += num_shared
         stalls.cached_blocks += num_cached
         stalls.missing_blocks += num_missing
-        for name, each in self._accounts.items():
-            if each.num_active_blocks:
-                held = stalls.by_account.get(name, 0)
-                stalls.by_account[name] = held + each.num_active_blocks
+        for name in self._holding:
+            held = stalls.by_account.get(name, 0)
+            num_active = self._accounts[name].num_active_blocks
+            stalls.by_account[name] = held + num_active
 
     def left_blocks(self, request_id: str, num_blocks: int) -> None:
         """Book blocks that a request published."""
@@ -361,8 +367,13 @@ class Ledger:
         self._saved_s += entry.saved_s
         for miss in entry.misses:
             self._num_missed[miss.reason] += miss.end - miss.start
-        if self._on_entry is not None:
-            self._on_entry(entry)
+        self._ended.append(entry)
+
+    def take_entries(self) -> tuple[LedgerEntry, ...]:
+        """Return and forget the entries of requests that ended since the last call."""
+        entries = tuple(self._ended)
+        self._ended.clear()
+        return entries
 
     # What blocks do
 
@@ -587,6 +598,10 @@ class Ledger:
         account.settle(now)
         account.num_active_blocks += active
         account.num_cached_blocks += cached
+        if account.num_active_blocks:
+            self._holding[name] = None
+        else:
+            self._holding.pop(name, None)
 
     def _change(self, node: Node, now: float, *, is_pinned: bool) -> None:
         account = self._prefixes[node.id]

@@ -27,6 +27,7 @@ until the driver, once the earlier ones have ended, calls `lift_fence`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -333,19 +334,19 @@ class Scheduler:
         Whole blocks computed by it become matchable now, not before.
         """
         self._take_pending(plan)
-        for chunk in plan.chunks:
-            self._commit_chunk(chunk, result, now)
         self._num_committed += 1
         self._coasting_context += plan.num_coasting
-        if plan.num_coasting:
-            cancelled = [
-                coast.request
-                for coast in self._coasts.values()
-                if coast.request.is_cancelled
-            ]
-            for request in cancelled:
-                self._stop_running(request, now)
-                self._abort(request, FinishReason.CANCELLED, now)
+        cancelled = [
+            coast.request
+            for coast in self._coasts.values()
+            if coast.request.is_cancelled
+        ]
+        for each in self._in_order(plan, cancelled):
+            if isinstance(each, Chunk):
+                self._commit_chunk(each, result, now)
+            else:
+                self._stop_running(each, now)
+                self._abort(each, FinishReason.CANCELLED, now)
         return self.take_events()
 
     def coast(self, request_id: RequestId, tokens: bytes) -> int:
@@ -392,9 +393,11 @@ class Scheduler:
         blocks published by earlier steps stay. All other requests go on.
         """
         self._take_pending(plan)
-        coasting = [coast.request.request_id for coast in self._coasts.values()]
-        for request_id in (*(chunk.request_id for chunk in plan.chunks), *coasting):
-            request = self._requests[request_id]
+        coasting = [coast.request for coast in self._coasts.values()]
+        for each in self._in_order(plan, coasting):
+            request = (
+                self._requests[each.request_id] if isinstance(each, Chunk) else each
+            )
             self._stop_running(request, now)
             is_cancelled = request.is_cancelled
             reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
@@ -449,6 +452,23 @@ class Scheduler:
         events = tuple(self._events)
         self._events.clear()
         return events
+
+    def _in_order(
+        self, plan: StepPlan, coasting: list[Request]
+    ) -> Sequence[Chunk | Request]:
+        """Put coasting requests where their decodes would stand among the chunks."""
+        if not coasting:
+            return plan.chunks
+        coasting.sort(key=_order_key, reverse=True)
+        merged: list[Chunk | Request] = []
+        for chunk in plan.chunks:
+            request = self._requests[chunk.request_id]
+            while coasting and (
+                request.is_prefilling or coasting[-1].order_key < request.order_key
+            ):
+                merged.append(coasting.pop())
+            merged.append(chunk)
+        return [*merged, *reversed(coasting)]
 
     # One step
 

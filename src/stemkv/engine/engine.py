@@ -11,10 +11,11 @@ import hashlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 import torch
 
@@ -65,6 +66,8 @@ __all__ = ["Engine", "ResetReport"]
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MAX_STEP_RECORDS = 100_000
 _HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
 
@@ -91,8 +94,8 @@ class Engine:
     engine keeps books (`ledger`) in its prices, and `on_entry` gets the entry of every
     request that has ended.
 
-    Not safe for use by several threads at once. The two callbacks may ask, and
-    `on_event` may add and cancel; changes of what is served are refused in them.
+    Not safe for use by several threads at once. The callbacks may ask, and `on_event`
+    and `on_entry` may add and cancel; changes of what is served are refused in them.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Engine:
         self.loaded = loaded
         self.on_logits = on_logits
         self.on_event = on_event
+        self.on_entry = on_entry
         self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEP_RECORDS)  # newest last
         self._clock = clock
         self._samples = LiveSamples(loaded)
@@ -134,7 +138,7 @@ class Engine:
             check_layers(self._runner, loaded.vocab_size)
         self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
-        self.ledger = None if costs is None else self._make_ledger(costs, on_entry)
+        self.ledger = None if costs is None else self._make_ledger(costs)
         self.cache, self.scheduler = self._make_core(recorder)
         self._rollouts = Rollouts(self.scheduler)
         self._rechecks = Rechecks(
@@ -662,17 +666,26 @@ class Engine:
         self._ended.extend(ended)
         if ended:
             self._drop_unused_adapters()
-        if self.on_event is None:
-            return
+        if self.on_event is not None:
+            self._tell(self.on_event, events, "on_event")
+        if self.ledger is not None:
+            entries = self.ledger.take_entries()
+            if self.on_entry is not None:
+                self._tell(self.on_entry, entries, "on_entry")
+
+    def _tell(
+        self, listener: Callable[[T], None], news: Iterable[T], name: str
+    ) -> None:
+        """Call a listener, between steps; its failure is logged and nobody else's."""
         was_telling, self._is_telling = self._is_telling, True
         try:
-            for event in events:
-                self.on_event(event)
+            for each in news:
+                listener(each)
         except InvariantError:
             raise  # from a verb that it called: not the listener's fault
         except Exception:
             # Who only listens must not stop the engine, nor lose anybody's answer.
-            _log.exception("on_event failed; it misses the rest of this step's events")
+            _log.exception("%s failed; it misses the rest of this step's news", name)
         finally:
             self._is_telling = was_telling
 
@@ -830,14 +843,11 @@ class Engine:
 
     # Private: making
 
-    def _make_ledger(
-        self, costs: CostModel, on_entry: Callable[[LedgerEntry], None] | None
-    ) -> Ledger:
+    def _make_ledger(self, costs: CostModel) -> Ledger:
         return Ledger(
             self.config.block_size,
             costs,
             max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
-            on_entry=on_entry,
         )
 
     def _make_core(

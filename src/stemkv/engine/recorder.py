@@ -58,7 +58,7 @@ class StepRecorder:
     """
 
     def __init__(self, file: TextIO, *, model: str) -> None:
-        self.error: OSError | None = None
+        self.error: OSError | ValueError | None = None
         self._file = file
         self._model = model
         self._writer: StepLogWriter | None = None
@@ -87,7 +87,7 @@ class StepRecorder:
         )
         try:
             self._writer = StepLogWriter(self._file, header)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._give_up(error)
         cache = _RecordedCache(cache_config, eviction, self, ledger=ledger)
         return cache, _RecordedScheduler(scheduler_config, cache, order, self)
@@ -98,7 +98,7 @@ class StepRecorder:
             return
         try:
             self._writer.write(call)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._give_up(error)
 
     @contextmanager
@@ -110,7 +110,9 @@ class StepRecorder:
         finally:
             self._is_nested = False
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: OSError | ValueError) -> None:
+        if isinstance(error, ValueError) and not self._file.closed:
+            raise error  # not what writing to a closed file raises
         # Who only records must not stop the engine.
         _log.exception("the step log ends here: it cannot be written")
         self.error = error

@@ -129,7 +129,7 @@ class WriterReader:
 class PrefixValue:
     """One shared run of tokens and what keeping it was worth."""
 
-    digest: str  # hex, of namespace and all tokens up to its end
+    digest: str  # hex, of namespace, domain and all tokens up to its end
     domain: str  # "public", "private:acme", "group:team"
     start: int  # first token of the run
     end: int  # one past its last token
@@ -266,8 +266,14 @@ class TraceFacts:
     unit_size: int
     is_exact: bool
     num_skipped_lines: int
+    num_opaque: int = 0  # requests of which only the length of the prompt is known
     problems: tuple[str, ...] = ()  # the first few, as text
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether no prompt is known, so that nothing can be said of reuse."""
+        return 0 < self.num_requests == self.num_opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +283,7 @@ class ReplayResult:
     trace: TraceFacts
     config: dict[str, str | int | float | None]  # every setting, for the method box
     cost_source: str
-    cost_kind: Source  # ESTIMATED for a catalogue, MEASURED for a fitted engine
+    cost_kind: Source  # how the times were obtained
     num_blocks: int
     block_size: int
     block_bytes: int

@@ -29,13 +29,30 @@ from stemkv.report.chart import (
     thinned,
 )
 from stemkv.report.page import Cell, Chart, Section
-from stemkv.report.wording import NO_DATA, count, number, percent, seconds, short
+from stemkv.report.wording import (
+    NO_DATA,
+    count,
+    name,
+    number,
+    per_cent,
+    percent,
+    seconds,
+    short,
+)
 
-__all__ = ["in_flight", "latency_table", "memory_chart", "timeline", "ttft_chart"]
+__all__ = [
+    "in_flight",
+    "latency_table",
+    "memory_chart",
+    "stall_table",
+    "timeline",
+    "ttft_chart",
+]
 
 _MAX_TTFT_TENANTS = 6
 _MAX_SAMPLES = 300  # more than one per pixel of a phone
 _MAX_MOMENTS = 200
+_MAX_ACCOUNTS = 10
 _TIMELINE_REQUESTS = 60
 _TIMELINE_STEPS = 600
 
@@ -48,8 +65,8 @@ def memory_chart(result: ReplayResult) -> list[Chart]:
     times = [sample.at_s for sample in samples]
     size = result.block_bytes / GIB
 
-    def series(name: str, values: Sequence[float], color: str) -> Series:
-        return Series(name=name, x=times, y=values, color=color, is_stepped=True)
+    def series(what: str, values: Sequence[float], color: str) -> Series:
+        return Series(name=what, x=times, y=values, color=color, is_stepped=True)
 
     areas = [
         Area(
@@ -106,6 +123,30 @@ def memory_chart(result: ReplayResult) -> list[Chart]:
     ]
 
 
+def stall_table(result: ReplayResult) -> list[Section]:
+    """Return whose running requests held the memory while admissions waited."""
+    if not result.stall_accounts:
+        return []
+    shown = result.stall_accounts[:_MAX_ACCOUNTS]
+    left = len(result.stall_accounts) - len(shown)
+    size = result.block_bytes / GIB
+    return [
+        Section(
+            title="Who held the memory while admissions waited",
+            columns=("account", "active GiB", "% of the memory"),
+            rows=[
+                (name(account), blocks * size, per_cent(blocks / result.num_blocks))
+                for account, blocks in shown
+            ],
+            note=(
+                "Mean over the admissions that waited, on the replica where they did."
+                + (f" {count(left, 'smaller account')} in the JSON." if left else "")
+            ),
+            label=result.cost_kind.value,
+        )
+    ]
+
+
 def _thinned_memory(samples: Sequence[MemorySample]) -> list[MemorySample]:
     kept = []
     for start, end in thinned(len(samples), _MAX_SAMPLES):
@@ -129,18 +170,18 @@ def ttft_chart(result: ReplayResult) -> list[Chart]:
     summaries = [("all", s) for s in result.latencies if s.name == "TTFT"]
     if len(result.tenants) > 1:
         ordered = sorted(result.tenants, key=lambda t: (-t.num_requests, t.tenant))
-        summaries += [(t.tenant, t.ttft) for t in ordered if t.ttft is not None]
-    drawn = [(name, s) for name, s in summaries if s.distribution]
+        summaries += [(name(t.tenant), t.ttft) for t in ordered if t.ttft is not None]
+    drawn = [(who, s) for who, s in summaries if s.distribution]
     left = len(drawn) - 1 - _MAX_TTFT_TENANTS
     drawn = drawn[: 1 + _MAX_TTFT_TENANTS]
     if not drawn:
         return []
     series = []
-    for index, (name, summary) in enumerate(drawn):
+    for index, (who, summary) in enumerate(drawn):
         places = [max(second, 1e-6) for _, second in summary.distribution]
         series.append(
             Series(
-                name=name,
+                name=who,
                 x=places,
                 y=[share for share, _ in summary.distribution],
                 color=LINE_COLORS[index] if index else "var(--ink)",
@@ -159,7 +200,7 @@ def ttft_chart(result: ReplayResult) -> list[Chart]:
             y=Axis(title="requests within", is_share=True),
             series=series,
             columns=("of", *_SUMMARY_COLUMNS),
-            rows=[(name, *_summary_row(summary)) for name, summary in drawn],
+            rows=[(who, *_summary_row(summary)) for who, summary in drawn],
             note=note,
             label=result.cost_kind.value,
         )
@@ -233,8 +274,8 @@ def in_flight(result: ReplayResult) -> list[Chart]:
         title="requests",
         share=2.0,
         series=[
-            Series(name=name, x=moments, y=values, color=color, is_stepped=True)
-            for (name, color), values in reversed(phases)
+            Series(name=phase, x=moments, y=values, color=color, is_stepped=True)
+            for (phase, color), values in reversed(phases)
         ],
     )
     return [
@@ -242,7 +283,7 @@ def in_flight(result: ReplayResult) -> list[Chart]:
             title="Requests in flight",
             x=Axis(title="seconds from the first arrival"),
             areas=[areas],
-            columns=("second", *(name for name, _ in _PHASES)),
+            columns=("second", *(phase for phase, _ in _PHASES)),
             rows=list(zip(moments, *counts, strict=True)),
             note=f"Counted at {num} moments.",
             label=result.cost_kind.value,
@@ -281,7 +322,7 @@ class _Life:
         """Return (phase, start, end), those without duration left out."""
         ends = (self.arrival, self.admitted, self.first_token, self.end)
         spans = zip(_PHASES, ends, ends[1:], strict=False)
-        return [(name, start, end) for (name, _), start, end in spans if end > start]
+        return [(phase, start, end) for (phase, _), start, end in spans if end > start]
 
 
 def timeline(result: ReplayResult) -> list[Chart]:
@@ -349,8 +390,8 @@ def timeline(result: ReplayResult) -> list[Chart]:
 def _request_row(request: RequestResult) -> list[Cell]:
     times = (request.admitted_s, request.first_token_s, request.end_s)
     return [
-        request.request_id,
-        request.tenant,
+        name(request.request_id),
+        name(request.tenant),
         request.arrival_s,
         *(NO_DATA if each is None else each for each in times),
     ]

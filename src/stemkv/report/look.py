@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stemkv.report.wording import short
+from stemkv.report.wording import short, visible
 
 __all__ = [
     "MAX_NAME",
@@ -48,7 +48,7 @@ class Mark:
 
 def plain(text: str) -> str:
     """Return text that plotly shows as it is: it would make links of tags."""
-    return html.escape(" ".join(text.split()), quote=False)
+    return html.escape(visible(" ".join(text.split())), quote=False)
 
 
 def layout_of(height: int) -> dict[str, Any]:

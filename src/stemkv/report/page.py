@@ -1,6 +1,7 @@
 """A page of sentences, tables and charts: no network, light and dark, for phones too.
 
-Owns escaping and style. Every text that gets here is data and is escaped. Knows nothing
+Owns escaping and style. Every text that gets here is data and is escaped, and so is
+what it has that cannot be seen. Knows nothing
 of what a chart shows (see `chart`) or of what draws it (see `script`).
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from stemkv.errors import InvariantError
 from stemkv.measure.results import Check
 from stemkv.report.script import content_policy, script_elements
-from stemkv.report.wording import NO_DATA, number
+from stemkv.report.wording import NO_DATA, number, visible
 
 __all__ = ["Cell", "Chart", "Fact", "Key", "Page", "Section"]
 
@@ -101,12 +102,12 @@ class Page:
     def render(self) -> str:
         """Return the whole HTML document; equal pages give equal bytes."""
         charts = [each for each in self.sections if isinstance(each, Chart)]
-        title = html.escape(self.title)
+        title = _text(self.title)
         policy = html.escape(content_policy(has_charts=bool(charts)))
         parts = [
             f"<h1>{title}</h1>",
-            f'<p class="headline">{html.escape(self.headline)}</p>',
-            *(f"<p>{html.escape(text)}</p>" for text in self.paragraphs),
+            f'<p class="headline">{_text(self.headline)}</p>',
+            *(f"<p>{_text(text)}</p>" for text in self.paragraphs),
             _facts(self.facts),
             *self._sections(),
             self._method(),
@@ -149,11 +150,15 @@ class Page:
         return f"<h2>Checks</h2>\n{_folded(f'all {len(self.checks)} hold', table)}"
 
 
+def _text(text: str) -> str:
+    return html.escape(visible(text))
+
+
 def _facts(facts: Sequence[Fact]) -> str:
     if not facts:
         return ""
     boxes = "\n".join(
-        f"<div><dt>{html.escape(fact.name)}</dt><dd>{html.escape(fact.value)}</dd>"
+        f"<div><dt>{_text(fact.name)}</dt><dd>{_text(fact.value)}</dd>"
         f"{_label(fact.label, tag='dd')}</div>"
         for fact in facts
     )
@@ -179,7 +184,7 @@ def _legend(legend: Sequence[Key]) -> str:
     if not legend:
         return ""
     keys = "".join(
-        f'<li><button aria-pressed="true">{_swatch(key)}{html.escape(key.name)}</button>'
+        f'<li><button aria-pressed="true">{_swatch(key)}{_text(key.name)}</button>'
         for key in legend
     )
     return f'<ul class="legend">{keys}</ul>\n'
@@ -193,16 +198,16 @@ def _swatch(key: Key) -> str:
 
 
 def _heading(part: Section | Chart) -> str:
-    note = f'<p class="note">{html.escape(part.note)}</p>' if part.note else ""
-    return f"<h2>{html.escape(part.title)}{_label(part.label)}</h2>{note}"
+    note = f'<p class="note">{_text(part.note)}</p>' if part.note else ""
+    return f"<h2>{_text(part.title)}{_label(part.label)}</h2>{note}"
 
 
 def _label(label: str, tag: str = "span") -> str:
-    return f' <{tag} class="label">{html.escape(label)}</{tag}>' if label else ""
+    return f' <{tag} class="label">{_text(label)}</{tag}>' if label else ""
 
 
 def _folded(summary: str, content: str) -> str:
-    return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"
+    return f"<details><summary>{_text(summary)}</summary>{content}</details>"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
@@ -210,7 +215,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
         _is_numeric([row[index] for row in rows]) for index in range(len(columns))
     ]
     head = "".join(
-        f"<th{_class('number' if is_numeric else '')}>{html.escape(column)}</th>"
+        f"<th{_class('number' if is_numeric else '')}>{_text(column)}</th>"
         for column, is_numeric in zip(columns, numeric, strict=True)
     )
     body = "\n".join(f"<tr>{_cells(row, numeric)}</tr>" for row in rows)
@@ -236,7 +241,7 @@ def _cells(row: Sequence[Cell], numeric: Sequence[bool]) -> str:
 
 def _cell(cell: Cell, *, is_numeric: bool) -> str:
     if isinstance(cell, str):
-        text, tone = html.escape(cell), cell if cell in _TONES else ""
+        text, tone = _text(cell), cell if cell in _TONES else ""
     else:
         text, tone = "" if cell is None else _number(cell), ""
     return f"<td{_class('number' if is_numeric else tone)}>{text}</td>"

@@ -63,6 +63,11 @@ def _counts(pa: Any, reason: str) -> Any:
     return pa.field(f"miss_{reason}", pa.int64(), nullable=False)
 
 
+def _utf8(text: str) -> str:
+    """Return text with lone surrogates, which Parquet has no form for, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _row(result: RequestResult) -> dict[str, Any]:
     strange = sorted(set(result.misses) - set(_REASONS))
     if strange:
@@ -75,6 +80,7 @@ def _row(result: RequestResult) -> dict[str, Any]:
         if field.name == "misses":
             row |= {f"miss_{r}": result.misses.get(r, 0) for r in _REASONS}
         else:
-            row[field.name] = getattr(result, field.name)
+            value = getattr(result, field.name)
+            row[field.name] = _utf8(value) if isinstance(value, str) else value
     row["differing_fields"] = list(result.differing_fields)
     return row

@@ -11,11 +11,13 @@ from stemkv.measure.results import GIB, ReplayResult
 from stemkv.report import latency, reuse
 from stemkv.report.capacity import capacity_charts, hit_rate_at
 from stemkv.report.chart import Mark
+from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell, Chart, Fact, Page, Section
 from stemkv.report.wording import (
     count,
     energy,
     memory,
+    name,
     number,
     percent,
     points,
@@ -38,7 +40,7 @@ def replay_page(result: ReplayResult) -> Page:
         x=result.capacity_gib, text=f"this run: {memory(result.capacity_gib * GIB)}"
     )
     counted = reuse.counted(result)
-    sections: list[Section | Chart] = [
+    of_reuse: list[Section | Chart] = [
         *capacity_charts(
             result.curves,
             own=own,
@@ -51,7 +53,11 @@ def replay_page(result: ReplayResult) -> Page:
         *reuse.writers(result),
         *reuse.prefixes(result),
         *reuse.tenant_table(result),
+    ]
+    sections: list[Section | Chart] = [
+        *([] if result.trace.is_opaque else of_reuse),
         *latency.memory_chart(result),
+        *latency.stall_table(result),
         *latency.ttft_chart(result),
         *latency.latency_table(result),
         *latency.in_flight(result),
@@ -60,7 +66,7 @@ def replay_page(result: ReplayResult) -> Page:
         *_problems(result),
     ]
     return Page(
-        title=f"StemKV replay of {result.trace.name}",
+        title=f"StemKV replay of {name(result.trace.name)}",
         headline=_headline(result),
         paragraphs=_paragraphs(result),
         facts=_facts(result),
@@ -71,6 +77,8 @@ def replay_page(result: ReplayResult) -> Page:
 
 
 def _headline(result: ReplayResult) -> str:
+    if result.trace.is_opaque:
+        return opaque_headline(result.trace)
     totals = result.tokens
     size = memory(result.capacity_gib * GIB)
     where = f"{size} of KV memory"
@@ -78,21 +86,37 @@ def _headline(result: ReplayResult) -> str:
         where += f" on each of {result.num_replicas} replicas"
     if not totals.prompt:
         return f"Nothing was replayed in {where}: no request came to its prompt."
-    if not totals.reused:
-        return f"Reuse saved nothing: of {totals.prompt:,} prompt tokens none was reused in {where}."
-    text = (
-        f"Reuse saved {seconds(result.saved.seconds)} of prefill "
-        f"({percent(totals.hit_rate)} of the prompt tokens) in {where}"
-    )
-    if (cost := _isolation_cost(result)) is not None:
-        if abs(cost) < 0.0005:
-            text += "; isolating tenants would cost nothing at this size"
-        else:
-            verb = "costs" if cost > 0 else "gains"
-            text += (
-                f"; isolating tenants {verb} {points(cost)} of hit rate at this size"
-            )
-    return text + "."
+    if totals.reused:
+        text = (
+            f"Reuse saved {seconds(result.saved.seconds)} of prefill "
+            f"({percent(totals.hit_rate)} of the prompt tokens) in {where}"
+        )
+    else:
+        text = (
+            f"Reuse saved nothing: of {totals.prompt:,} prompt tokens none was reused "
+            f"in {where}"
+        )
+    return f"{text}{_isolation(result)}."
+
+
+def _isolation(result: ReplayResult) -> str:
+    """Return what isolation costs as the end of a sentence, or nothing."""
+    cost = _isolation_cost(result)
+    if cost is None:
+        totals = result.tokens
+        lost = totals.misses.get(MissReason.OTHER_DOMAIN.value, 0)
+        if totals.reused or not lost:
+            return ""
+        return (
+            f"; isolating tenants costs {points(lost / totals.prompt)} of hit rate: "
+            f"others had those tokens"
+        )
+    # The lines have no clock, so the difference is not one of two such replays.
+    where = "at this size, by the curves of requests one after another"
+    if abs(cost) < 0.0005:
+        return f"; isolating tenants would cost nothing {where}"
+    verb = "costs" if cost > 0 else "gains"
+    return f"; isolating tenants {verb} {points(cost)} of hit rate {where}"
 
 
 def _isolation_cost(result: ReplayResult) -> float | None:
@@ -116,7 +140,7 @@ def _paragraphs(result: ReplayResult) -> list[str]:
         for reason in MissReason
         if reason not in (MissReason.NEVER_SEEN, MissReason.BELOW_BLOCK)
     }
-    if totals.prompt:
+    if totals.prompt and not result.trace.is_opaque:
         # Sorting is stable: equal shares stay in the order of the reasons.
         largest = sorted(lost, key=lambda reason: -lost[reason])[:_MAX_REASONS]
         parts = [
@@ -135,7 +159,8 @@ def _paragraphs(result: ReplayResult) -> list[str]:
             f"{percent(result.busy_share)} of the replicas' time went into steps "
             f"({result.cost_source})."
         )
-    paragraphs.append(_stalls(result))
+    paragraphs += _stalls(result)
+    paragraphs += opaque_note(result.trace)
     if not result.trace.is_exact:
         paragraphs.append(
             "The trace has text and not tokens, so every count of tokens is an estimate."
@@ -153,22 +178,54 @@ def _paragraphs(result: ReplayResult) -> list[str]:
     return paragraphs
 
 
-def _stalls(result: ReplayResult) -> str:
+def _stalls(result: ReplayResult) -> list[str]:
+    if not result.num_finished:
+        return []  # nobody waited, as nobody was served
     if not result.num_stalls:
-        return "No admission waited for memory: what was kept for reuse stalled nobody."
+        text = "No admission waited for memory"
+        if result.trace.is_opaque:
+            return [f"{text}."]
+        return [f"{text}: what was kept for reuse stalled nobody."]
     blocks = result.num_blocks
-    return (
+    return [
         f"{count(result.num_stalls, 'admission')} waited for memory, "
         f"{seconds(result.stall_s)} in all; meanwhile running requests held "
         f"{percent(result.stall_active_blocks / blocks)} of the blocks "
         f"({percent(result.stall_shared_blocks / blocks)} published and pinned), and "
         f"{percent(result.stall_cached_blocks / blocks)} were cached."
-    )
+    ]
 
 
 def _facts(result: ReplayResult) -> list[Fact]:
+    timed = result.cost_kind.value
+    facts = [] if result.trace.is_opaque else _reuse_facts(result)
+    for summary in result.latencies:
+        if summary.name == "TTFT" and summary.count:
+            facts += [
+                Fact(name="TTFT p50", value=seconds(summary.p50), label=timed),
+                Fact(name="TTFT p99", value=seconds(summary.p99), label=timed),
+            ]
+    if result.goodput_rps is not None:
+        facts.append(
+            Fact(
+                name="goodput, requests per second",
+                value=number(result.goodput_rps),
+                label=timed,
+            )
+        )
+    facts.append(
+        Fact(
+            name="output tokens per second",
+            value=number(result.output_tokens_per_s),
+            label=timed,
+        )
+    )
+    return facts
+
+
+def _reuse_facts(result: ReplayResult) -> list[Fact]:
     counted, timed = reuse.counted(result), result.cost_kind.value
-    facts = [
+    return [
         Fact(
             name="hit rate by token",
             value=percent(result.tokens.hit_rate),
@@ -200,28 +257,6 @@ def _facts(result: ReplayResult) -> list[Fact]:
             label=timed,
         ),
     ]
-    for summary in result.latencies:
-        if summary.name == "TTFT" and summary.count:
-            facts += [
-                Fact(name="TTFT p50", value=seconds(summary.p50), label=timed),
-                Fact(name="TTFT p99", value=seconds(summary.p99), label=timed),
-            ]
-    if result.goodput_rps is not None:
-        facts.append(
-            Fact(
-                name="goodput, requests per second",
-                value=number(result.goodput_rps),
-                label=timed,
-            )
-        )
-    facts.append(
-        Fact(
-            name="output tokens per second",
-            value=number(result.output_tokens_per_s),
-            label=timed,
-        )
-    )
-    return facts
 
 
 def _trace(result: ReplayResult) -> Section:
@@ -232,6 +267,7 @@ def _trace(result: ReplayResult) -> Section:
         ("requests", trace.num_requests),
         ("finished", result.num_finished),
         ("refused", result.num_refused),
+        ("requests of unknown prompt", trace.num_opaque),
         ("tenants", trace.num_tenants),
         ("first to last arrival", seconds(trace.duration_s)),
         ("last end", seconds(result.end_s)),

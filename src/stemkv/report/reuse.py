@@ -24,7 +24,7 @@ from stemkv.report.chart import (
     heat_map,
 )
 from stemkv.report.page import Cell, Chart, Section
-from stemkv.report.wording import NO_DATA, count, per_cent, percent, short, tokens
+from stemkv.report.wording import NO_DATA, count, name, per_cent, percent, short, tokens
 
 __all__ = [
     "bounds",
@@ -54,7 +54,10 @@ _REASONS = {
         "var(--lost-4)",
         "somebody was computing them just then",
     ),
-    MissReason.UNSHARABLE: ("var(--lost-5)", "the request shares with nobody"),
+    MissReason.UNSHARABLE: (
+        "var(--lost-5)",
+        "unknown prompt, or shares with nobody",
+    ),
 }
 
 _MAX_TENANTS = 20
@@ -96,7 +99,7 @@ def tenant_bars(result: ReplayResult) -> list[Chart]:
     if not result.tokens.prompt:
         return []
     shown, others = _largest_tenants(result)
-    parts = [(tenant.tenant, tenant.tokens) for tenant in shown if tenant.tokens.prompt]
+    parts = [(name(each.tenant), each.tokens) for each in shown if each.tokens.prompt]
     if len(result.tenants) > 1:
         parts.insert(0, (_EVERY_TENANT, result.tokens))
     reasons = _occurring_reasons(result.tokens)
@@ -120,13 +123,13 @@ def tenant_bars(result: ReplayResult) -> list[Chart]:
     return [
         bar_chart(
             title="Where the prompt tokens went",
-            names=[f"{name} · {tokens(t.prompt)}" for name, t in parts],
+            names=[f"{who} · {tokens(t.prompt)}" for who, t in parts],
             bands=bands,
             x=Axis(title="share of prompt tokens", is_share=True),
             columns=("tenant", "prompt tokens", "reused", *map(reason_name, reasons)),
             rows=[
-                (name, t.prompt, t.reused, *(t.misses.get(r.value, 0) for r in reasons))
-                for name, t in parts
+                (who, t.prompt, t.reused, *(t.misses.get(r.value, 0) for r in reasons))
+                for who, t in parts
             ],
             note=note,
             label=counted(result),
@@ -189,15 +192,15 @@ def writers(result: ReplayResult) -> list[Chart]:
     for flow in result.writers:
         key = (flow.writer, flow.reader)
         flows[key] = flows.get(key, 0) + flow.tokens
-    names = {name for key, moved in flows.items() if moved for name in key}
+    names = {who for key, moved in flows.items() if moved for who in key}
     if len(names) < 2:
         return []
     weights = dict.fromkeys(sorted(names), 0)
     for (writer, reader), moved in flows.items():
-        for name in (writer, reader):
-            if name in weights:
-                weights[name] += moved
-    shown = sorted(sorted(weights), key=lambda name: -weights[name])[:_MAX_TENANTS]
+        for who in (writer, reader):
+            if who in weights:
+                weights[who] += moved
+    shown = sorted(sorted(weights), key=lambda who: -weights[who])[:_MAX_TENANTS]
     others = len(weights) - len(shown)
     across = sum(n for (writer, reader), n in flows.items() if writer != reader)
     total = sum(flows.values())
@@ -216,7 +219,7 @@ def writers(result: ReplayResult) -> list[Chart]:
             x_title="reader",
             y_title="writer",
             columns=("writer", "reader", "tokens"),
-            rows=[cell for cell in cells if cell[2]],
+            rows=[(name(w), name(r), moved) for w, r, moved in cells if moved],
             note=note,
             label=counted(result),
         )
@@ -261,13 +264,13 @@ def prefixes(result: ReplayResult) -> list[Chart]:
 
 
 def _prefix_name(prefix: PrefixValue) -> str:
-    name = short(prefix.domain.removeprefix("private:"), 12)
-    return f"{name} {tokens(prefix.start)}–{tokens(prefix.end)}"
+    owner = short(prefix.domain.removeprefix("private:"), 12)
+    return f"{owner} {tokens(prefix.start)}–{tokens(prefix.end)}"
 
 
 def _prefix_row(prefix: PrefixValue, *, has_text: bool) -> list[Cell]:
     row: list[Cell] = [
-        prefix.domain,
+        name(prefix.domain),
         f"{prefix.start:,} to {prefix.end:,}",
         prefix.num_hits,
         prefix.hit_tokens,
@@ -319,7 +322,7 @@ def tenant_table(result: ReplayResult) -> list[Section]:
 def _tenant_row(tenant: TenantResult) -> list[Cell]:
     saved = tenant.saved
     return [
-        tenant.tenant,
+        name(tenant.tenant),
         tenant.num_requests,
         per_cent(tenant.tokens.hit_rate),
         saved.seconds,
@@ -333,7 +336,7 @@ def _tenant_row(tenant: TenantResult) -> list[Cell]:
     ]
 
 
-def _sum_row(name: str, tenants: Sequence[TenantResult]) -> list[Cell]:
+def _sum_row(title: str, tenants: Sequence[TenantResult]) -> list[Cell]:
     prompt = sum(tenant.tokens.prompt for tenant in tenants)
     saved = SavedWork(
         seconds=math.fsum(tenant.saved.seconds for tenant in tenants),
@@ -343,7 +346,7 @@ def _sum_row(name: str, tenants: Sequence[TenantResult]) -> list[Cell]:
         active_gib_s=math.fsum(tenant.saved.active_gib_s for tenant in tenants),
     )
     return [
-        name,
+        title,
         sum(tenant.num_requests for tenant in tenants),
         per_cent(sum(t.tokens.reused for t in tenants) / prompt) if prompt else NO_DATA,
         saved.seconds,

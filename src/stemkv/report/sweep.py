@@ -18,10 +18,12 @@ from stemkv.report.chart import (
     bar_chart,
     line_chart,
 )
+from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell, Chart, Page, Section
 from stemkv.report.wording import (
     count,
     memory,
+    name,
     number,
     per_cent,
     percent,
@@ -29,10 +31,11 @@ from stemkv.report.wording import (
     seconds,
 )
 
-__all__ = ["sweep_page"]
+__all__ = ["is_conclusive", "numbers_label", "sweep_page"]
 
 _MAX_LINES = 12
 _Choice = tuple[str, str, str]  # eviction, order, sharing
+_CHOICES = ("eviction policy", "admission order", "sharing rule")  # in words
 
 
 def sweep_page(result: SweepResult) -> Page:
@@ -40,22 +43,44 @@ def sweep_page(result: SweepResult) -> Page:
     cells = sorted(result.cells, key=lambda cell: (cell.num_blocks, *_choice(cell)))
     counted = "exact" if result.trace.is_exact else "estimated"
     sections: list[Section | Chart] = []
-    if cells:
+    paragraphs = opaque_note(result.trace)
+    if is_conclusive(result):
+        paragraphs = [*_spread(cells), *paragraphs]
         sections = [
             *_charts(cells, counted=counted),
             *capacity_charts(
                 result.curves, own=None, hit_label=counted, saved_label="estimated"
             ),
             _best(cells),
-            _all(cells),
         ]
+    if cells:
+        sections.append(_all(cells, label=numbers_label(result)))
     return Page(
-        title=f"StemKV sweep of {result.trace.name}",
-        headline=_headline(cells),
-        paragraphs=_paragraphs(cells),
+        title=f"StemKV sweep of {name(result.trace.name)}",
+        headline=_headline(result, cells),
+        paragraphs=paragraphs,
         sections=sections,
         method={"costs": result.cost_source, **result.config},
     )
+
+
+def is_conclusive(result: SweepResult) -> bool:
+    """Return whether anything can be said of reuse: prompts are known, and some ran."""
+    return not result.trace.is_opaque and any(
+        cell.num_refused < result.trace.num_requests for cell in result.cells
+    )
+
+
+def numbers_label(result: SweepResult) -> str:
+    """Return how the numbers of the cells were obtained.
+
+    Without a clock hits are counted, whatever steps cost; with one, who finds what in
+    the cache depends on when.
+    """
+    is_timed = any(cell.ttft_p50_s is not None for cell in result.cells)
+    if is_timed or not result.trace.is_exact:
+        return "estimated"
+    return "hit rates and blocks exact, saved seconds estimated"
 
 
 def _choice(cell: SweepCell) -> _Choice:
@@ -72,9 +97,16 @@ def _name(cell: SweepCell, cells: Sequence[SweepCell]) -> str:
     return ", ".join(varying) or cell.eviction
 
 
-def _headline(cells: Sequence[SweepCell]) -> str:
+def _headline(result: SweepResult, cells: Sequence[SweepCell]) -> str:
     if not cells:
         return "No configuration was replayed."
+    if result.trace.is_opaque:
+        return opaque_headline(result.trace)
+    if not is_conclusive(result):
+        return (
+            f"Inconclusive: none of {count(len(cells), 'configuration')} could serve a "
+            f"request, as each is longer than the memory."
+        )
     # The first of equals is the smallest.
     most = max(cells, key=lambda cell: cell.hit_rate)
     dearest = max(cells, key=lambda cell: _comparable(cell.seconds_per_gib_s))
@@ -95,7 +127,7 @@ def _comparable(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
 
 
-def _paragraphs(cells: Sequence[SweepCell]) -> list[str]:
+def _spread(cells: Sequence[SweepCell]) -> list[str]:
     spreads = []
     for group in _by_size(cells):
         rates = [cell.hit_rate for cell in group]
@@ -103,8 +135,13 @@ def _paragraphs(cells: Sequence[SweepCell]) -> list[str]:
     widest = max(spreads, key=lambda spread: spread[0], default=None)
     if widest is None or not widest[0] > 0:
         return []
+    varying = [
+        words
+        for index, words in enumerate(_CHOICES)
+        if len({_choice(cell)[index] for cell in cells}) > 1
+    ]
     return [
-        f"At one size the choice of policies moves the hit rate by up to "
+        f"At one size the choice of {' and '.join(varying)} moves the hit rate by up to "
         f"{points(widest[0])} (at {memory(widest[1] * GIB)})."
     ]
 
@@ -243,7 +280,7 @@ def _best(cells: Sequence[SweepCell]) -> Section:
     )
 
 
-def _all(cells: Sequence[SweepCell]) -> Section:
+def _all(cells: Sequence[SweepCell], *, label: str) -> Section:
     return Section(
         title="All configurations",
         columns=(
@@ -283,4 +320,5 @@ def _all(cells: Sequence[SweepCell]) -> Section:
         ],
         note="Empty cells: replayed without a clock, or no limits were given. Refused "
         "requests are longer than the memory; their tokens count as not reused.",
+        label=label,
     )

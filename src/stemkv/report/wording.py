@@ -1,11 +1,13 @@
-"""How numbers read: units people think in, and "no data" where there is none.
+"""How numbers and names read: units people think in, and nothing that hides.
 
-Owns rounding and units. Knows nothing of where a number comes from.
+Owns rounding, units, "no data" where there is none, and what becomes of a name that is
+too long or has characters that cannot be seen. Knows nothing of where they come from.
 """
 
 from __future__ import annotations
 
 import math
+import unicodedata
 
 from stemkv.measure.results import GIB
 
@@ -14,6 +16,7 @@ __all__ = [
     "count",
     "energy",
     "memory",
+    "name",
     "number",
     "per_cent",
     "percent",
@@ -21,9 +24,15 @@ __all__ = [
     "seconds",
     "short",
     "tokens",
+    "visible",
 ]
 
 NO_DATA = "no data"
+_MAX_NAME = 40  # characters of a name in a table; JSON and Parquet have all of it
+# What has no look of its own: control characters, lone surrogates, separators of lines,
+# and format characters, such as those that reverse the order of what follows.
+_UNSEEN = {"Cc", "Cs", "Zl", "Zp", "Cf"}
+_JOINERS = "\u200c\u200d"  # in words of Persian or Hindi, and in emoji
 _NBSP = "\N{NO-BREAK SPACE}"  # a unit never stands on a line of its own
 
 
@@ -109,6 +118,27 @@ def tokens(quantity: float) -> str:
         if abs(quantity) >= size * 0.9995:
             return f"{quantity / size:.3g}{_NBSP}{unit}"
     return f"{quantity:.0f}"
+
+
+def visible(text: str) -> str:
+    """Return text with what cannot be seen, or reorders the rest, as escapes."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    if unicodedata.category(character) not in _UNSEEN or character in _JOINERS:
+        return character
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def name(text: str) -> str:
+    """Return somebody's name for a table: all of it visible, and not too long."""
+    return short(visible(text), _MAX_NAME)
 
 
 def short(text: str, length: int) -> str:

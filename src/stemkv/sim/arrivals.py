@@ -91,7 +91,7 @@ class Arrivals:
             max_new_tokens=max(1, request.output_length),
             arrival_s=arrival_s,
             domain=domain,
-            namespace=namespace,
+            namespace=None if request.is_opaque else namespace,
             tenant=request.tenant,
         )
 

@@ -55,8 +55,12 @@ def study(
     Lines are of one cache that serves all requests. They go from the longest prompt,
     which any deployment must hold, to where more memory changes nothing, and have a
     point at `num_blocks`. Replicas are bounded by one cache as large as all of theirs.
+    Prompts that are not known reuse nothing here, which the notes say; if none is known
+    there is nothing to draw.
     O(units) per rule, and a few passes more for the clairvoyant line.
     """
+    if _is_opaque(trace):
+        return Study(curves=(), bounds=())
     scale = _Scale(trace, costs, block_size)
     found = {each.name: find_reuses(trace, each) for each in _rules(trace, rule)}
     lines = {name: lru_curve(reuses, cost=costs) for name, reuses in found.items()}
@@ -74,7 +78,10 @@ def study(
             best,
         ),
         bounds=tuple(
-            _bounds(found, rule.name, scale, num_blocks * num_replicas, longest=longest)
+            dataclasses.replace(bound, note=bound.note + scale.of_bound)
+            for bound in _bounds(
+                found, rule.name, scale, num_blocks * num_replicas, longest=longest
+            )
         ),
     )
 
@@ -92,7 +99,12 @@ def lru_curves(
     sizes: Sequence[int],
     block_size: int,
 ) -> tuple[CapacityCurve, ...]:
-    """Return LRU under each rule from the smallest to the largest of `sizes` (blocks)."""
+    """Return LRU under each rule from the smallest to the largest of `sizes` (blocks).
+
+    Nothing if no prompt is known.
+    """
+    if _is_opaque(trace):
+        return ()
     scale = _Scale(trace, costs, block_size)
     between = sorted({*_spaced(min(sizes), max(sizes)), *sizes})
     return tuple(
@@ -112,6 +124,26 @@ def units_in(trace: Trace, num_blocks: int, block_size: int) -> int:
             f"trace, which has {trace.unit_size} tokens; give more memory"
         )
     return num_units
+
+
+def _num_opaque(trace: Trace) -> int:
+    return sum(request.is_opaque for request in trace.requests)
+
+
+def _is_opaque(trace: Trace) -> bool:
+    return 0 < len(trace.requests) == _num_opaque(trace)
+
+
+def _caveats(trace: Trace) -> tuple[str, str]:
+    """Return what the notes of curves and of bounds must add."""
+    num_opaque = _num_opaque(trace)
+    if not num_opaque:
+        return "", ""
+    unknown = f"{num_opaque:,} of {len(trace.requests):,} prompts are not known"
+    return (
+        f"; a lower bound, as {unknown}",
+        f"; {unknown} and count as sharing nothing: with them it could be more",
+    )
 
 
 def _rules(trace: Trace, rule: SharingRule) -> list[SharingRule]:
@@ -136,6 +168,7 @@ class _Scale:
         self._block_size = block_size
         self._block_bytes = block_size * costs.bytes_per_token
         self._costs = costs
+        self._of_curve, self.of_bound = _caveats(trace)
 
     def units(self, num_blocks: int) -> int:
         return num_blocks * self._block_size // self._unit_size
@@ -161,7 +194,8 @@ class _Scale:
                 f"estimate"
                 if sizes[0] < exact_from
                 else "LRU"
-            ),
+            )
+            + self._of_curve,
         )
 
     def clairvoyant_line(
@@ -175,7 +209,8 @@ class _Scale:
                 )
                 for size in sizes
             ),
-            note="evicts what is needed again last; nobody can know that in time",
+            note="evicts what is needed again last; nobody can know that in time"
+            + self._of_curve,
         )
 
     def _point(self, size: int, hits: Hits) -> CurvePoint:

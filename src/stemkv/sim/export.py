@@ -13,12 +13,12 @@ from typing import Literal, TextIO
 import msgspec
 
 from ..errors import ConfigError
-from .trace import Trace
+from .trace import NO_TENANT, Trace
 
 __all__ = ["export_trace"]
 
 _PSEUDONYM_BYTES = 8
-_DEFAULT_TENANT = "default"  # what a trace without tenants has; it names nobody
+_DEFAULT_TENANT = "default"  # what a trace without tenants has
 
 
 def export_trace(
@@ -35,7 +35,7 @@ def export_trace(
     it secret, and use another one for every recipient who must not compare.
 
     Fields beyond the format's own (`block_size`, `tenant`, `identity`, links between
-    turns, `is_estimate`) are written only where they say something.
+    turns, `is_estimate`, `is_opaque`) are written only where they say something.
     """
     if not salt:
         raise ConfigError("salt must not be empty: pseudonyms could be guessed")
@@ -43,6 +43,8 @@ def export_trace(
         raise ConfigError(f"format must be mooncake or bailian, got {format!r}")
     write = _mooncake if format == "mooncake" else _bailian
     names = _Pseudonyms(salt)
+    # The one name that names nobody is left out.
+    nobody = _DEFAULT_TENANT if trace.tenants() == [_DEFAULT_TENANT] else NO_TENANT
     renumbered: dict[int, int] = {}
     turns: list[int] = []
     for index, request in enumerate(trace.requests):
@@ -51,12 +53,14 @@ def export_trace(
         record = write(trace, index, ids, turns[index])
         if request.session is not None:
             record["session_id"] = names.of("session", request.session)
-        if request.tenant != _DEFAULT_TENANT:
+        if request.tenant != nobody:
             record["tenant"] = names.of("tenant", request.tenant)
         if request.identity:
             record["identity"] = names.of("identity", request.identity)
         if not trace.is_exact:
             record["is_estimate"] = True
+        if request.is_opaque:
+            record["is_opaque"] = True
         out.write(msgspec.json.encode(record).decode() + "\n")
 
 

@@ -74,7 +74,7 @@ class Replica:
         self.index = index
         self.costs = costs
         self.entries: list[LedgerEntry] = []
-        self.ledger = Ledger(cache.block_size, costs, on_entry=self.entries.append)
+        self.ledger = Ledger(cache.block_size, costs)
         self.cache = PrefixCache(cache, eviction, ledger=self.ledger)
         self.scheduler = Scheduler(limits, self.cache, order)
         self.times: dict[RequestId, Times] = {}
@@ -187,6 +187,7 @@ class Replica:
                         times.lost_s = event.now
                 case BlocksEvicted():
                     num_evicted += event.num_blocks
+        self.entries.extend(self.ledger.take_entries())
         if num_gaps:
             self.itl_s[gap] += num_gaps
         self._last_end_s = now
@@ -252,7 +253,7 @@ class Replica:
                 cached=num_cached,
                 free=cache.pool.num_total - num_active - num_cached,
                 evicted=num_evicted,
-                stalled=self.scheduler.num_waiting,
+                stalled=self.ledger.num_stalled,
             )
         )
 

@@ -14,7 +14,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-__all__ = ["Trace", "TraceProblem", "TraceRequest"]
+__all__ = ["NO_TENANT", "Trace", "TraceProblem", "TraceRequest"]
+
+# Who sent what names no tenant, in a trace where others have one.
+NO_TENANT = "(none)"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class TraceRequest:
     parent: int | None = None
     think_s: float = 0.0
     line: int = 0  # where it stood in its file; 0: generated
+    # Nothing but the length of the prompt is known; its units are nobody else's.
+    is_opaque: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 Owns which formats there are and how one is told from another. A format is a module of
 its own; what formats have in common is in `line` (typed fields), `source` (files),
-`draft` (what becomes of records), `fields` (roles) and `prompt` (text).
+`draft` (what becomes of records), `roles` and `fields` (what fields play) and `prompt`
+(text).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from . import (
     weka,
 )
 from .draft import Draft
-from .fields import ROLES, FieldReader, Layout
+from .fields import MAX_UNIT_SIZE, FieldReader, Layout
 from .line import Line
 from .prompt import text_cut
+from .roles import ROLES, check_fields
 from .source import Progress, Source
 
 __all__ = ["FORMATS", "ROLES", "read_trace"]
@@ -61,6 +63,7 @@ FORMATS: Mapping[str, str] = {
 }
 
 _SAMPLE = 20  # records that detection looks at
+_MAX_SPREAD_S = 1e9  # about 30 years
 _CONTENT = {"units", "tokens", "messages", "prompt", "input_length"}
 
 
@@ -100,11 +103,13 @@ def read_trace(
 
     Raises:
         TraceError: The file cannot be read, its format not be told, or no request is
-            left; with `is_strict`, also any bad line.
+            left; a field that `fields` names is in no line; there are more units
+            than ids. With `is_strict`, also any bad line.
         ConfigError: An argument is outside its range.
     """
     fields = dict(fields or {})
     _check(format, unit_size, limit, session_spread_s)
+    check_fields(fields)
     source = Source(path, progress=progress)
     lines = source.lines()
     sample = list(islice(lines, _SAMPLE))
@@ -118,8 +123,7 @@ def read_trace(
     )
     reader: _Reader
     if name in (weka.NAME, events.NAME):
-        if fields:
-            raise ConfigError(f"fields cannot be used with the format {name}")
+        _refuse(name, fields=fields or None, unit_size=unit_size, tokens=tokens)
         if name == weka.NAME:
             reader = weka.SessionReader(draft, spread_s=session_spread_s, seed=seed)
         else:
@@ -144,6 +148,17 @@ def _fill(draft: Draft, reader: _Reader, lines: Iterator[Line]) -> None:
             reader.read(line)
         except TraceError as error:
             draft.reject(error)
+        except ConfigError as error:  # no more ids: nothing after this can be read
+            raise TraceError(str(error), file=draft.file, line=line.number) from None
+
+
+def _refuse(name: str, **given: object) -> None:
+    for argument, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{argument} cannot be used with the format {name}, whose records say "
+                f"all of that themselves"
+            )
 
 
 def _check(
@@ -154,20 +169,24 @@ def _check(
 ) -> None:
     if format is not None and format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if unit_size is not None and unit_size < 1:
-        raise ConfigError(f"unit_size must be at least 1, got {unit_size}")
+    if unit_size is not None and not 1 <= unit_size <= MAX_UNIT_SIZE:
+        raise ConfigError(
+            f"unit_size must be from 1 to {MAX_UNIT_SIZE:,} tokens, got {unit_size}"
+        )
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, got {limit}")
-    if not 0 <= session_spread_s < float("inf"):
+    if not 0 <= session_spread_s <= _MAX_SPREAD_S:
         raise ConfigError(
-            f"session_spread_s must be at least 0, got {session_spread_s}"
+            f"session_spread_s must be from 0 to {_MAX_SPREAD_S:,.0f}, "
+            f"got {session_spread_s}"
         )
 
 
 def _detected(file: str, sample: list[Line], fields: Mapping[str, str]) -> str:
     """Return the first format that a record of the sample has.
 
-    One record is enough, as the first may be broken or lack a field.
+    One record is enough, as the first may be broken or lack a field. If all are
+    broken, the error is the first one's.
     """
     for line in sample:
         try:
@@ -176,6 +195,9 @@ def _detected(file: str, sample: list[Line], fields: Mapping[str, str]) -> str:
                     return name
         except TraceError:
             continue
+    faults = [fault for line in sample if (fault := line.fault()) is not None]
+    if sample and len(faults) == len(sample):
+        raise faults[0]
     if fields.keys() & _CONTENT:
         return mapped.LAYOUT.name
     listed = "\n".join(f"  {name}: {looks}" for name, looks in FORMATS.items())

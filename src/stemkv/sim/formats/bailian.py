@@ -1,7 +1,8 @@
 """Qwen-Bailian traces: block ids, seconds, 16 tokens a block, turns of chats.
 
 The format of alibaba-edu/qwen-bailian-usagetraces-anon. `block_size`,
-`session_id`, `tenant`, `identity`, `think_s`, `is_estimate` are what our own export adds.
+`session_id`, `tenant`, `identity`, `think_s`, `is_estimate`, `is_opaque` are what our own
+export adds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ LAYOUT = Layout(
         "tenant": ("tenant",),
         "identity": ("identity",),
         "is_estimate": ("is_estimate",),
+        "is_opaque": ("is_opaque",),
     },
     notes=(
         "the log has no end times: think times are gaps between arrivals, so they "

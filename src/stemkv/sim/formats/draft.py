@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...errors import TraceError
-from ..trace import Trace, TraceProblem, TraceRequest
+from ..trace import NO_TENANT, Trace, TraceProblem, TraceRequest
 from .line import Line
 
 __all__ = ["Draft", "DraftRequest", "check_unit_count"]
@@ -41,6 +41,7 @@ class DraftRequest:
     parent_index: int | None = None  # or by its number among the draft's requests
     think_ns: int | None = None  # `None`: what the arrivals leave of it
     service_ns: int | None = None  # arrival to end, as recorded
+    is_opaque: bool = False
 
 
 class Draft:
@@ -227,6 +228,7 @@ class Draft:
         place = {index: at for at, index in enumerate(order)}
         # The first of that name, as later ones were renamed.
         by_id = {drafts[i].request_id: i for i in range(len(drafts))}
+        nobody = self._nobody()
         requests: list[TraceRequest] = []
         orphans = 0
         for index in order:
@@ -247,10 +249,11 @@ class Draft:
                 output_length=draft.output_length,
                 units=draft.units,
                 arrival_s=(times[index] - start) / 1e9,
-                tenant=draft.tenant or "default",
+                tenant=draft.tenant or nobody,
                 identity=draft.identity,
                 session=draft.session,
                 line=draft.line,
+                is_opaque=draft.is_opaque,
             )
             if at is not None and parent is not None:
                 think = draft.think_ns
@@ -271,6 +274,22 @@ class Draft:
                 f"they stand alone"
             )
         return requests
+
+    def _nobody(self) -> str:
+        """Return the name of whoever sent what names no tenant; no tenant has it."""
+        names = {request.tenant for request in self.requests if request.tenant}
+        if not names:
+            return "default"
+        nobody = NO_TENANT
+        while nobody in names:
+            nobody += "*"
+        missing = sum(not request.tenant for request in self.requests)
+        if missing:
+            self.notes.append(
+                f"{missing:,} of {len(self.requests):,} requests name no tenant; they "
+                f"count as one of their own, {nobody!r}"
+            )
+        return nobody
 
     def _judge_rate(self, trace: Trace) -> None:
         num = len(trace.requests)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...errors import TraceError
 from ..units import UnitTable
 from .draft import Draft, DraftRequest
-from .fields import identity_of
+from .fields import MAX_UNIT_SIZE, identity_of
 from .line import Line
 
 __all__ = ["NAME", "DESCRIPTION", "EventReader", "recognises"]
@@ -125,8 +125,14 @@ class EventReader:
         if not isinstance(hashes, list) or not hashes:
             raise line.error(f"{where}.block_hashes", "expected a list of hashes")
         size = fields.get("block_size")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise line.error(f"{where}.block_size", "expected a size of at least 1")
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int)
+            or not 1 <= size <= MAX_UNIT_SIZE
+        ):
+            raise line.error(
+                f"{where}.block_size", f"expected a size from 1 to {MAX_UNIT_SIZE:,}"
+            )
         if self._draft.unit_size not in (None, size):
             raise line.error(
                 f"{where}.block_size",

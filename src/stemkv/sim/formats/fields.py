@@ -1,6 +1,6 @@
 """Records whose requests can be read field by field.
 
-Owns the roles that fields play (arrival, prompt, tenant, …) and what follows from them.
+Owns what follows from the roles that fields play (`roles`: arrival, prompt, tenant, …).
 Most formats are nothing but a mapping from roles to field names, and so is whatever a
 user maps himself.
 """
@@ -12,48 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from ...errors import ConfigError
 from ..units import ForeignUnits, UnitTable
 from .draft import Draft, DraftRequest, check_unit_count
-from .line import TIME_UNITS, Line, unit_of
+from .line import Line, unit_of
 from .prompt import TextCut, cut_tokens, render_chat
+from .roles import MappedFields, Place, place_of
 
-__all__ = ["DEFAULT_UNIT_SIZE", "ROLES", "FieldReader", "Layout", "identity_of"]
+__all__ = [
+    "DEFAULT_UNIT_SIZE",
+    "MAX_UNIT_SIZE",
+    "FieldReader",
+    "Layout",
+    "identity_of",
+]
 
 DEFAULT_UNIT_SIZE = 16  # tokens; the block of most engines
+MAX_UNIT_SIZE = 2**20  # tokens; what is larger is no size of a block
 _MAX_TOKEN = 2**31
+_DAY_NS = 86_400 * 10**9
 
-# What a field can be. Times take a unit: `ts:ms`.
-ROLES: dict[str, str] = {
-    "request_id": "name of the request",
-    "arrival": "when it arrived (time)",
-    "end": "when its last token was sent (time)",
-    "delay": "pause after the session's earlier turn (time)",
-    "think": "pause after its parent's end (time)",
-    "parent": "request id of the earlier turn that it continues",
-    "session": "conversation or agent run",
-    "tenant": "who must not see other tenants' KV",
-    "identity": "whatever else must be equal to share KV",
-    "model": "model, part of the identity",
-    "adapter": "adapter, part of the identity",
-    "salt": "cache salt, part of the identity; not kept",
-    "input_length": "prompt tokens",
-    "output_length": "tokens generated",
-    "output_limit": "most tokens to generate, where the number is not told",
-    "output": "generated text, to be counted, where the number is not told",
-    "units": "ids of the prompt's blocks",
-    "unit_size": "tokens of such a block",
-    "is_estimate": "true if lengths and block ids are estimates",
-    "tokens": "token ids of the prompt",
-    "messages": "the prompt as chat messages",
-    "tools": "tool schemas in front of the messages",
-    "prompt": "the prompt as text, or as token ids",
-    "status": "HTTP status, or a word for success or failure",
-    "error": "what went wrong, if something did",
-    "is_cached": "true if a cache of answers replied, so that no model ran",
-    "routing_key": "a hint for routing only; counted, not used",
-}
-_TIMES = {"arrival", "end", "delay", "think"}
 _FAILURES = {"cancelled", "error", "failed", "failure", "timeout"}
 _NO_PARENT = {"-1", "none", "null"}
 
@@ -70,12 +47,8 @@ class Layout:
     unit_size: int = DEFAULT_UNIT_SIZE
     redacted: str | None = None  # a message text that stands for text left out
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    path: str
-    unit: str  # of a time; "": told by its look
+    # Arrivals have a name under which others write seconds, with a point.
+    is_time_doubtful: bool = False
 
 
 class FieldReader:
@@ -93,6 +66,11 @@ class FieldReader:
         self._layout = layout
         self._draft = draft
         self._places = _places(layout, fields)
+        self._mapped = MappedFields(
+            {role: self._places[role][0].path for role in fields}
+        )
+        self._doubtful_span: tuple[int, int] | None = None  # of times with a point, ns
+        self._is_in_doubt = layout.is_time_doubtful and "arrival" not in fields
         self._given_unit_size = unit_size
         self._cut = cut
         self._table = UnitTable()
@@ -106,6 +84,7 @@ class FieldReader:
         """Add the record's request; raises `TraceError` if it is a bad line."""
         if not isinstance(line.data, dict):
             raise line.error("", "expected an object with fields")
+        self._mapped.look(line)
         if self._was_not_computed(line):
             return
         # Names before lengths, so that a line that is left out uses up no ids.
@@ -129,9 +108,10 @@ class FieldReader:
             units=array("i"),
         )
         unit_size = self._unit_size(line)
-        request.input_length, request.units = self._content(line, unit_size)
+        self._fill(request, line, unit_size)
         self._draft.unit_size = unit_size
-        if self._find(line, "is_estimate")[0] is True:
+        self._doubt(line, arrival)
+        if self._is_true(line, "is_estimate"):
             self._draft.is_exact = False
         if key := self._text(line, "routing_key"):
             self._routing_keys.add(key)
@@ -140,8 +120,21 @@ class FieldReader:
             self._last_turn[session] = number
 
     def finish(self) -> None:
-        """Say what was seen in the file as a whole."""
+        """Say what was seen in the file as a whole.
+
+        Raises `TraceError` if a field that the user named is in no line: what it was
+        meant to tell apart would be thrown together.
+        """
         notes = self._draft.notes
+        notes += self._mapped.notes(self._draft.file)
+        if self._is_in_doubt and self._doubtful_span is not None:
+            first, last = self._doubtful_span
+            if first < last and (last - first) * 1000 < _DAY_NS:
+                notes.append(
+                    f"times with a point, read as milliseconds: all arrivals are within "
+                    f"{(last - first) / 1e9:,.3f} s; if they are in seconds, say so with "
+                    f"--map arrival=timestamp:s"
+                )
         notes += self._layout.notes
         if self._foreign.num_rechained:
             notes.append(
@@ -165,7 +158,7 @@ class FieldReader:
 
     def _was_not_computed(self, line: Line) -> bool:
         status, path = self._find(line, "status")
-        if isinstance(status, str) and status.isdigit():
+        if isinstance(status, str) and len(status) == 3 and status.isdecimal():
             status = int(status)
         failed = (isinstance(status, int) and status >= 400) or (
             isinstance(status, str) and status.lower() in _FAILURES
@@ -174,8 +167,8 @@ class FieldReader:
         if failed or error not in (None, "", {}, [], False):
             self._draft.count("failed requests, left out", line)
             return True
-        cached, path = self._find(line, "is_cached")
-        if cached is True or (line.is_csv and str(cached).lower() == "true"):
+        if self._is_true(line, "is_cached"):
+            _, path = self._find(line, "is_cached")
             self._draft.count(
                 f"answered by a cache of answers ({path}), left out: no model ran", line
             )
@@ -218,8 +211,8 @@ class FieldReader:
 
     def _unit_size(self, line: Line) -> int:
         own, path = self._count(line, "unit_size")
-        if own == 0:
-            raise line.error(path, "must be at least 1, got 0")
+        if own is not None and not 1 <= own <= MAX_UNIT_SIZE:
+            raise line.error(path, f"must be from 1 to {MAX_UNIT_SIZE:,}, got {own:,}")
         size = own or self._given_unit_size or self._layout.unit_size
         before = self._draft.unit_size
         if before is not None and size != before:
@@ -233,9 +226,12 @@ class FieldReader:
             )
         return size
 
-    def _content(self, line: Line, unit_size: int) -> tuple[int, array[int]]:
+    def _fill(self, request: DraftRequest, line: Line, unit_size: int) -> None:
+        """Say how long the prompt is and what is known of it."""
         logged, where = self._count(line, "input_length")
-        ours, units = self._units(line, unit_size, logged=logged)
+        ours, units = None, None
+        if not self._is_true(line, "is_opaque"):
+            ours, units = self._units(line, unit_size, logged=logged)
         if ours is None:
             if logged is None:
                 raise line.error(
@@ -244,9 +240,14 @@ class FieldReader:
             if logged == 0:
                 raise line.error(where, "a prompt has at least 1 token, got 0")
             self._draft.count(
-                "only lengths are known: such a request shares nothing", line
+                "only lengths are known: such a request counts as sharing nothing, so "
+                "hit rates are lower bounds",
+                line,
             )
-            return logged, self._table.fresh(logged // unit_size)
+            request.is_opaque = True
+            request.input_length = logged
+            request.units = self._table.fresh(logged // unit_size)
+            return
         if ours == 0:
             raise line.error(where, "the prompt is empty")
         if logged is not None and logged != ours:
@@ -254,7 +255,7 @@ class FieldReader:
             self._counts[1] += ours
             self._counts[2] += logged
         assert units is not None, "a counted prompt has units"
-        return ours, units
+        request.input_length, request.units = ours, units
 
     def _units(
         self, line: Line, unit_size: int, *, logged: int | None
@@ -373,6 +374,17 @@ class FieldReader:
         looked = [place.path for role in roles for place in self._places.get(role, ())]
         return f"; looked for {', '.join(looked[:8])}" if looked else ""
 
+    def _doubt(self, line: Line, arrival: int | None) -> None:
+        """Watch whether all arrivals could as well be seconds."""
+        if not self._is_in_doubt or arrival is None:
+            return
+        value, _ = self._find(line, "arrival")
+        if not isinstance(value, float):
+            self._is_in_doubt = False
+            return
+        first, last = self._doubtful_span or (arrival, arrival)
+        self._doubtful_span = min(first, arrival), max(last, arrival)
+
     # Looking things up
 
     def _find(self, line: Line, role: str) -> tuple[object, str]:
@@ -384,6 +396,10 @@ class FieldReader:
             if value is not None:
                 return value, place.path
         return None, path or role
+
+    def _is_true(self, line: Line, role: str) -> bool:
+        value, _ = self._find(line, role)
+        return value is True or (line.is_csv and str(value).lower() == "true")
 
     def _text(self, line: Line, role: str) -> str | None:
         for place in self._places.get(role, ()):
@@ -424,29 +440,10 @@ def identity_of(**parts: str | None) -> str:
     )
 
 
-def _places(layout: Layout, fields: Mapping[str, str]) -> dict[str, tuple[_Place, ...]]:
+def _places(layout: Layout, fields: Mapping[str, str]) -> dict[str, tuple[Place, ...]]:
     places = {
-        role: tuple(_place(role, spec) for spec in specs)
+        role: tuple(place_of(role, spec) for spec in specs)
         for role, specs in layout.fields.items()
     }
-    for role, spec in fields.items():
-        if role not in ROLES:
-            raise ConfigError(
-                f"fields: {role!r} is no role of a field; there are {', '.join(ROLES)}"
-            )
-        places[role] = (_place(role, spec),)
+    places.update((role, (place_of(role, spec),)) for role, spec in fields.items())
     return places
-
-
-def _place(role: str, spec: str) -> _Place:
-    path, colon, unit = spec.rpartition(":")
-    if role not in _TIMES or not colon or "." in unit:
-        path, unit = spec, ""
-    elif unit not in (*TIME_UNITS, "iso"):
-        raise ConfigError(
-            f"fields: {role}={spec!r}: the unit of a time is one of "
-            f"{', '.join([*TIME_UNITS, 'iso'])}"
-        )
-    if not path:
-        raise ConfigError(f"fields: {role}={spec!r} names no field")
-    return _Place(path, unit)

@@ -6,7 +6,6 @@ Owns what counts as a number, a time, a text, and how a field inside a record is
 
 from __future__ import annotations
 
-import math
 import re
 from datetime import UTC, datetime
 
@@ -14,12 +13,15 @@ import msgspec
 
 from ...errors import TraceError
 
-__all__ = ["TIME_UNITS", "Line", "Value"]
+__all__ = ["MAX_COUNT", "TIME_UNITS", "Line", "Value", "unit_of"]
 
 # Decoded JSON, or a cell of a CSV file. Recursive; `object` says the same to mypy.
 Value = object
 
 TIME_UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # nanoseconds
+
+MAX_COUNT = 2**27  # tokens of a prompt or an answer; above any model's context
+_MAX_TIME = 2**63  # nanoseconds; as an epoch in the year 2262
 
 # A number without a unit is a count of seconds, unless it can only be an epoch: since
 # 1973 an epoch in ms, us or ns is beyond these, and one in s is below for 3,000 years.
@@ -68,6 +70,14 @@ class Line:
             self._is_decoded = True
         return self._data
 
+    def fault(self) -> TraceError | None:
+        """Return why the record as a whole cannot be read; `None` if it can."""
+        try:
+            _ = self.data
+        except TraceError as error:
+            return error
+        return None
+
     def error(self, field: str, message: str) -> TraceError:
         """Return the error for a field of this record; "" is the record as a whole."""
         return TraceError(message, file=self.file, line=self.number, field=field)
@@ -93,12 +103,38 @@ class Line:
             if isinstance(here, dict):
                 step = name
                 here = here.get(name)
-            elif isinstance(here, list) and name.isdigit() and int(name) < len(here):
+            elif isinstance(here, list) and _is_index(name, len(here)):
                 step = int(name)
                 here = here[step]
             else:
                 return None
         return None if here == "" and self.is_csv else here
+
+    def has(self, path: str) -> bool:
+        """Whether there is something at a path, be it null or an empty cell."""
+        if self.get(path) is not None:
+            return True
+        data = self.data
+        above, _, name = path.rpartition(".")
+        return (isinstance(data, dict) and path in data) or (
+            self.level(path) == above and name in self.keys(above)
+        )
+
+    def level(self, path: str) -> str:
+        """Return the path of the deepest object on the way to a path; "": the record."""
+        level = path
+        while level:
+            level = level.rpartition(".")[0]
+            if self.keys(level):
+                break
+        return level
+
+    def keys(self, path: str) -> list[str]:
+        """Return the keys of the object at a path; "" is the record itself."""
+        value = self.get(path) if path else self.data
+        if isinstance(value, str) and value[:1] == "{":
+            value = self.unpacked(path, value)
+        return list(value) if isinstance(value, dict) else []
 
     def unpacked(self, path: str, text: str) -> Value:
         """Return the JSON value that a text at a path holds."""
@@ -119,12 +155,16 @@ class Line:
         raise self.error(path, f"expected text, got {_shown(value)}")
 
     def count(self, path: str) -> int | None:
-        """Return a whole number of at least 0."""
+        """Return a whole number from 0 to `MAX_COUNT`."""
         number = self._number(path)
         if number is None:
             return None
         if number < 0 or number != int(number):
             raise self.error(path, f"expected a count of at least 0, got {number}")
+        if number > MAX_COUNT:
+            raise self.error(
+                path, f"expected a count of at most {MAX_COUNT:,}, got {number:,}"
+            )
         return int(number)
 
     def integers(self, path: str) -> list[int] | None:
@@ -159,7 +199,12 @@ class Line:
         number = self._checked(path, number)
         if number < 0:
             raise self.error(path, f"expected a time of at least 0, got {number}")
-        return round(number * TIME_UNITS[unit or unit_of(number)])
+        time = round(number * TIME_UNITS[unit or unit_of(number)])
+        if time >= _MAX_TIME:
+            raise self.error(
+                path, f"expected a time before the year 2262, got {number}"
+            )
+        return time
 
     def _iso(self, path: str, value: str) -> int:
         fraction = ""
@@ -173,7 +218,12 @@ class Line:
             ) from None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
+        # The ends of the calendar are what logs write for "never".
         since = moment - _EPOCH
+        if not 0 <= since.days < _MAX_TIME // (86_400 * 10**9):
+            raise self.error(
+                path, f"expected a time from 1970 to 2262, got the year {moment.year}"
+            )
         seconds = since.days * 86_400 + since.seconds
         return seconds * 10**9 + int(fraction[:9].ljust(9, "0"))
 
@@ -200,8 +250,10 @@ class Line:
     def _checked(self, path: str, value: Value) -> int | float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(path, f"expected a number, got {_shown(value)}")
-        if not math.isfinite(value):
-            raise self.error(path, f"expected a finite number, got {value}")
+        if not -_MAX_TIME < value < _MAX_TIME:  # nor is it NaN
+            raise self.error(
+                path, f"expected a number below 2**63, got {_shown(value)}"
+            )
         return value
 
 
@@ -210,9 +262,15 @@ def unit_of(number: int | float) -> str:
     return next((unit for least, unit in _EPOCHS if number >= least), "s")
 
 
+def _is_index(name: str, length: int) -> bool:
+    return name.isdecimal() and len(name) < 10 and int(name) < length
+
+
 def _shown(value: Value) -> str:
     # Never the value itself: it may be the text of a prompt.
     match value:
+        case int() if abs(value) >= _MAX_TIME:
+            return f"an integer of {value.bit_length()} bits"
         case bool() | int() | float() | None:
             return repr(value)
         case str():

@@ -2,7 +2,8 @@
 
 The format of kvcache-ai/Mooncake (FAST'25 release). AIPerf's `session_id` and `delay`
 are read, its other additions ignored; `block_size` is kvcache-simulator's. `tenant`,
-`identity`, `request_id`, `parent_id`, `think_ms`, `is_estimate` are what our own export adds.
+`identity`, `request_id`, `parent_id`, `think_ms`, `is_estimate`, `is_opaque` are what our
+own export adds.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ LAYOUT = Layout(
         "tenant": ("tenant",),
         "identity": ("identity",),
         "is_estimate": ("is_estimate",),
+        "is_opaque": ("is_opaque",),
         "request_id": ("request_id",),
         "parent": ("parent_id",),
     },
     unit_size=512,
+    is_time_doubtful=True,
 )

@@ -12,6 +12,7 @@ import gzip
 import io
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -69,6 +70,12 @@ class Source:
         if _is_start_of_document(first[1]):
             kept = list(raw)
             items = _document(b"".join(text for _, text in kept).strip())
+            if items == []:
+                raise TraceError(
+                    "an empty list of records",
+                    file=self.file,
+                    line=first[0],
+                )
             if items is not None:
                 self.is_document = True
                 yield from (Line(self.file, i, item) for i, item in enumerate(items, 1))
@@ -105,6 +112,7 @@ class Source:
                     file=self.file,
                     line=number,
                 )
+            self._check_names(header, number)
             for row in reader:
                 if len(row) > len(header):
                     fault = f"{len(row)} cells under {len(header)} names"
@@ -119,6 +127,16 @@ class Source:
             ) from None
         finally:
             csv.field_size_limit(limit)
+
+    def _check_names(self, header: list[str], number: int) -> None:
+        twice = [name for name, count in Counter(header).items() if name and count > 1]
+        if twice:
+            raise TraceError(
+                f"columns with one name, of which only one could be read: "
+                f"{', '.join(f'{name:.40}' for name in twice[:8])}; rename them",
+                file=self.file,
+                line=number,
+            )
 
     def _numbered(self) -> Iterator[tuple[int, bytes]]:
         """Yield the lines as they are with their numbers, from 1."""

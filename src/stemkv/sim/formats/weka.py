@@ -7,21 +7,22 @@ drawn.
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterator
 from random import Random
 
 import msgspec
 
 from ..units import ForeignUnits, UnitTable
 from .draft import Draft, DraftRequest, check_unit_count
-from .fields import identity_of
-from .line import Line
+from .fields import MAX_UNIT_SIZE, identity_of
+from .line import MAX_COUNT, Line
 
 __all__ = ["NAME", "DESCRIPTION", "SessionReader", "recognises"]
 
 NAME = "weka"
 DESCRIPTION = "JSON or JSONL of kv-cache-tester sessions with their requests"
 _SECOND = 10**9
+_MAX_S = 10**9  # of a time within a session; about 30 years
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -119,37 +120,37 @@ class SessionReader:
 
     def _check(self, line: Line, session: _Session) -> None:
         size = session.block_size
-        if size < 1:
-            raise line.error("block_size", f"must be at least 1, got {size}")
+        if not 1 <= size <= MAX_UNIT_SIZE:
+            raise line.error(
+                "block_size", f"must be from 1 to {MAX_UNIT_SIZE:,}, got {size:,}"
+            )
         before = self._draft.unit_size
         if before is not None and size != before:
             raise line.error(
                 "block_size",
                 f"{size} differs from the {before} before; a trace has one unit size",
             )
-        for i, entry in enumerate(session.requests):
-            for j, request in enumerate(entry.requests or [entry]):
-                where = (
-                    f"requests.{i}.requests.{j}" if entry.requests else f"requests.{i}"
+        for where, entry in _entries("requests", session.requests):
+            times = (entry.t, entry.api_time, entry.think_time)
+            if any(time is not None and not 0 <= time <= _MAX_S for time in times):
+                raise line.error(where, f"expected times from 0 to {_MAX_S:,} s")
+            if entry.type == "subagent":
+                continue
+            if not (1 <= entry.input_length <= MAX_COUNT) or not (
+                0 <= entry.output_length <= MAX_COUNT
+            ):
+                raise line.error(
+                    where,
+                    f"expected in ≥ 1 and out ≥ 0, both at most {MAX_COUNT:,}, got "
+                    f"{entry.input_length:,} and {entry.output_length:,}",
                 )
-                if entry.type == "subagent" and not entry.requests:
-                    continue
-                if request.input_length < 1 or request.output_length < 0:
-                    raise line.error(
-                        where,
-                        f"expected in ≥ 1 and out ≥ 0, got {request.input_length} and "
-                        f"{request.output_length}",
-                    )
-                times = (entry.t, request.t, request.api_time, request.think_time)
-                if any(time is not None and time < 0 for time in times):
-                    raise line.error(where, "expected times of at least 0")
-                check_unit_count(
-                    line,
-                    f"{where}.hash_ids",
-                    num_units=len(request.hash_ids),
-                    unit_size=size,
-                    input_length=request.input_length,
-                )
+            check_unit_count(
+                line,
+                f"{where}.hash_ids",
+                num_units=len(entry.hash_ids),
+                unit_size=size,
+                input_length=entry.input_length,
+            )
 
     def _add(
         self,
@@ -194,7 +195,7 @@ class SessionReader:
                     arrival_ns=arrival,
                     input_length=entry.input_length,
                     output_length=entry.output_length,
-                    units=units.chain(array("q", entry.hash_ids)),
+                    units=units.chain(entry.hash_ids),
                     identity=identity_of(model=entry.model),
                     session=session,
                     parent_index=None if before is None else before[0],
@@ -202,3 +203,11 @@ class SessionReader:
                 )
             )
             before = (index, arrival + round((entry.api_time or 0.0) * _SECOND))
+
+
+def _entries(where: str, entries: list[_Entry]) -> Iterator[tuple[str, _Entry]]:
+    """Yield everything in a session with its place, subagents' requests behind them."""
+    for i, entry in enumerate(entries):
+        yield f"{where}.{i}", entry
+        if entry.type == "subagent":
+            yield from _entries(f"{where}.{i}.requests", entry.requests)
