@@ -82,7 +82,7 @@ def test_a_trace_is_never_written_over_itself(tmp_path: Path) -> None:
         result = stemkv("export", trace, "--out", out)
 
         assert result.exit_code == 2
-        assert "is the trace itself" in result.stderr
+        assert f"--out {out} is the same file as the trace {trace}" in result.stderr
     assert trace.read_bytes() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stemkv.cli.deployment import DeploymentOptions, deploy
-from stemkv.cli.thresholds import NUMBERS, parse_thresholds
+from stemkv.cli.thresholds import NUMBERS, Judgement, judge, parse_thresholds
 from stemkv.cli.traces import parse_map
 from stemkv.core.cost import FittedCost
 from stemkv.errors import ConfigError
@@ -25,6 +26,7 @@ from tests.cli.traces import (
     stemkv,
     writes,
 )
+from tests.report.examples import make_result
 
 
 def replayed(*arguments: str | Path) -> dict[str, Any]:
@@ -143,6 +145,12 @@ def test_nothing_that_finished_is_inconclusive_and_no_success() -> None:
     assert result.exit_code == 3
     assert "no request finished" in result.stdout
     assert "30 requests could never run" in result.stdout
+    assert "No admission waited" not in result.stdout
+
+    judged = stemkv("replay", *QUICK[:4], "--blocks", "10", "--fail-on", "ttft-p50>0")
+
+    assert judged.exit_code == 3
+    assert "undecided: ttft-p50>0: no request finished" in judged.stdout
 
 
 @pytest.mark.parametrize("clock", ["--clock", "--no-clock"])
@@ -159,8 +167,56 @@ def test_a_hit_rate_is_not_judged_where_prompts_are_unknown(
     result = stemkv("replay", lengths, clock, "--fail-on", "hit-rate<0.3")
 
     assert result.exit_code == 3
-    assert "undecided: hit-rate<0.3" in result.stdout
-    assert "lengths only" in result.stdout
+    assert "undecided: hit-rate<0.3: only lengths of the prompts" in result.stdout
+    assert result.stdout.startswith("Inconclusive: only lengths are known")
+    for claim in ("never seen", "Bounds", "hit rate %", "stalled nobody"):
+        assert claim not in result.stdout
+    assert stemkv("replay", lengths, clock).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "condition, judgement",
+    [
+        ("hit-rate<30%", Judgement.UNDECIDED),  # it may be more
+        ("hit-rate<10%", Judgement.NOT_MET),
+        ("hit-rate>10%", Judgement.MET),
+        ("hit-rate>30%", Judgement.UNDECIDED),
+        ("refused>0", Judgement.NOT_MET),
+    ],
+)
+def test_with_some_prompts_unknown_a_hit_rate_is_a_lower_bound(
+    condition: str, judgement: Judgement
+) -> None:
+    trace = dataclasses.replace(make_result().trace, num_opaque=7)
+    numbers = {"hit-rate": 0.2, "refused": 0.0}
+
+    (found,) = judge(parse_thresholds([condition]), numbers, trace, num_finished=400)
+
+    assert found.judgement is judgement
+
+
+def test_prompts_that_share_nothing_have_a_hit_rate_that_is_judged(
+    tmp_path: Path,
+) -> None:
+    record = {"timestamp": 0, "input_length": 600, "output_length": 5}
+    trace = writes(tmp_path, *({**record, "hash_ids": [i, i + 1]} for i in (1, 3)))
+
+    result = stemkv("replay", trace, "--no-curves", "--fail-on", "hit-rate<30%")
+
+    assert result.exit_code == 1, result.output
+    assert "met: hit-rate<30%: it is 0" in result.stdout
+
+
+@pytest.mark.parametrize("clock", ["--clock", "--no-clock"])
+def test_memory_beyond_the_device_is_noted(clock: str) -> None:
+    note = "is more than the device leaves beside the weights"
+
+    for size, is_noted in (("200GiB", True), ("8GiB", False)):
+        result = stemkv("replay", *QUICK[:4], "--memory", size, "--no-curves", clock)
+
+        assert result.exit_code == 0, result.stderr
+        text = " ".join(result.stdout.split())
+        assert (f"200 GiB {note}" in text) == is_noted
 
 
 @pytest.mark.parametrize("json_file", [None, "-"], ids=["text", "json"])
@@ -198,19 +254,30 @@ def test_a_reader_that_goes_away_changes_nothing_else(
         ([*QUICK[:4], "--memory", "1kB"], "less than one block"),
         ([*QUICK, "--model", "gpt-9"], "'gpt-9' is not in the catalogue"),
         ([*QUICK, "--device", "abacus"], "'abacus' is not in the catalogue"),
-        ([*QUICK, "--kv-dtype", "int3"], "kv_dtype must be one of"),
+        ([*QUICK, "--kv-dtype", "int3"], "--kv-dtype must be one of"),
         ([*QUICK, "--eviction", "mru"], "eviction must be one of"),
         ([*QUICK, "--order", "none"], "order must be one of"),
         ([*QUICK, "--sharing", "all"], "sharing must be one of"),
         ([*QUICK, "--routing", "away"], "routing must be one of"),
         ([*QUICK, "--loop", "round"], "loop must be open or closed"),
         ([*QUICK, "--rate", "-1"], "rate must be above 0"),
-        ([*QUICK, "--budget", "0"], "token_budget must be"),
+        ([*QUICK, "--budget", "0"], "--budget must be"),
         ([*QUICK, "--devices", "0"], "--devices must be at least 1"),
         ([*QUICK, "--fail-on", "luck<1"], "luck is no number"),
         ([*QUICK, "--fail-on", "hit-rate"], "--fail-on takes NAME<LIMIT"),
         ([*QUICK, "--fail-on", "skipped>nan"], "is no finite number"),
+        ([*QUICK, "--fail-on", "hit-rate<60"], "for 60 percent write 60%"),
+        ([*QUICK, "--fail-on", "goodput-share<-0.1"], "from 0 to 1 or from 0% to 100%"),
+        ([*QUICK, "--fail-on", "hit-rate>120%"], "from 0 to 1 or from 0% to 100%"),
+        ([*QUICK, "--fail-on", "ttft-p99>20%"], "in seconds as 0.5 or 500ms"),
+        ([*QUICK, "--fail-on", "skipped>3s"], "skipped is no share or time"),
+        ([*QUICK, "--slo-ttft", "nan"], "--slo-ttft must be"),
+        ([*QUICK, "--slo-tpot", "-1"], "--slo-tpot must be"),
         ([*QUICK, "--html", "-"], "only --json"),
+        ([*QUICK, "--no-clock", "--slo-ttft", "1"], "--slo-ttft needs the clock"),
+        ([*QUICK, "--no-clock", "--loop", "open"], "--loop needs the clock"),
+        ([*QUICK, "--no-clock", "--budget", "8192"], "--budget needs the clock"),
+        (["a.jsonl", "--no-clock", "--rate", "2"], "--rate needs the clock"),
         ([*QUICK, "--html", "no/such/folder/a.html"], "folder does not exist"),
         ([*QUICK, "--no-clock", "--timeline", "t"], "--timeline needs the clock"),
         ([*QUICK, "--no-clock", "--fail-on", "ttft-p99>1"], "drop --no-clock"),
@@ -400,7 +467,6 @@ def test_costs_come_from_a_calibration(tmp_path: Path) -> None:
     document = replayed(trace, "--cost", file, "--memory", "8MiB", "--no-curves")
 
     assert document["cost_source"] == "a small engine"
-    assert document["cost_kind"] == "measured"
     assert document["num_blocks"] == 512
     assert document["saved"]["seconds"] == pytest.approx(10 * 1_024 * 0.001)
     with pytest.raises(ConfigError, match="--model would say so again"):
@@ -475,6 +541,9 @@ def test_help_has_an_example_and_every_name_of_a_condition() -> None:
         ("hit-rate<30%", "hit-rate", "<", 0.3),
         (" ttft-p99 >= 2e-1 ", "ttft-p99", ">=", 0.2),
         ("skipped>0", "skipped", ">", 0.0),
+        ("goodput-share<100%", "goodput-share", "<", 1.0),
+        ("ttft-p99>10ms", "ttft-p99", ">", 0.01),
+        ("stall-seconds>1.5 s", "stall-seconds", ">", 1.5),
     ],
 )
 def test_a_condition_is_a_name_a_comparison_and_a_limit(

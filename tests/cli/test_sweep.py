@@ -93,6 +93,29 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "Traceback" not in errors
 
 
+def test_without_a_clock_labels_tell_what_is_exact() -> None:
+    result = stemkv("sweep", *WORKLOAD, *SIZES, "--no-clock")
+
+    text = " ".join(result.stdout.split())
+    assert "(hit rates and blocks exact, saved seconds estimated)" in text
+
+
+def test_a_sweep_that_served_nobody_is_inconclusive(tmp_path: Path) -> None:
+    result = stemkv("sweep", *WORKLOAD, "--blocks", "10,20", "--jobs", "1")
+
+    assert result.exit_code == 3
+    assert result.stdout.startswith("Inconclusive: none of 4 configurations could")
+
+    lengths = tmp_path / "azure.csv"
+    lengths.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+    )
+    opaque = stemkv("sweep", lengths, "--memory", "4GiB", "--jobs", "1")
+
+    assert opaque.exit_code == 3
+    assert opaque.stdout.startswith("Inconclusive: only lengths are known")
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -105,6 +128,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         ([*WORKLOAD, "--jobs", "0"], "--jobs must be at least 1"),
         ([*WORKLOAD, *SIZES, "--blocks", "9"], "either --memory or --blocks"),
         ([*WORKLOAD, "--no-clock", "--replicas", "2"], "--replicas needs the clock"),
+        ([*WORKLOAD, "--no-clock", "--order", "fcfs"], "--order needs the clock"),
+        ([*WORKLOAD, "--no-clock", "--slo-tpot", "1"], "--slo-tpot needs the clock"),
+        ([*WORKLOAD, "--html", "-"], "only --json"),
         ([*WORKLOAD, "--html", "no/such/folder/a.html"], "folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -107,6 +107,7 @@ def make_result(
         stall_active_blocks=702.5,
         stall_shared_blocks=210.0,
         stall_cached_blocks=31.0,
+        stall_accounts=(("acme", 500.5), ("(public)", 190.0), ("beta", 12.0)),
         latencies=(
             ttft,
             _summary("TPOT", [rng.uniform(0.011, 0.024) for _ in requests]),
@@ -187,7 +188,7 @@ def make_sweep() -> SweepResult:
                         worst_tenant_ttft_p99_s=4.1 - 2 * hit_rate,
                     )
                 )
-    result = make_result(num_requests=0)
+    result = make_result(num_requests=40)
     return SweepResult(
         trace=result.trace,
         config={"seed": 0, "model": "llama-3.1-8b"},

@@ -34,6 +34,17 @@ def test_every_field_comes_back_and_misses_are_columns(tmp_path: Path) -> None:
         assert row == expected
 
 
+def test_names_come_back_whole_also_what_is_no_text(tmp_path: Path) -> None:
+    request = make_result(num_requests=1).requests[0]
+    strange = dataclasses.replace(request, tenant="n" * 70, request_id="a\ud800")
+    path = tmp_path / "requests.parquet"
+    write_requests([strange], path)
+    (row,) = pq.read_table(path).to_pylist()
+
+    assert row["tenant"] == "n" * 70
+    assert row["request_id"] == r"a\ud800"
+
+
 def test_the_schema_is_the_same_for_every_run(tmp_path: Path) -> None:
     unlucky = dataclasses.replace(
         make_result(num_requests=1).requests[0],

@@ -25,6 +25,7 @@ from stemkv.measure.results import (
     LatencySummary,
     MemorySample,
     ReplayResult,
+    SweepCell,
 )
 from stemkv.report import Chart, Page
 from stemkv.report.capacity import hit_rate_at
@@ -75,15 +76,15 @@ def test_the_headline_gives_what_was_saved_where_and_what_isolation_costs() -> N
     assert headline == (
         f"Reuse saved {saved:.0f} s of prefill ({share:.1%} of the prompt tokens) in "
         "1.5 GiB of KV memory; isolating tenants costs 12.5 points of hit rate at this "
-        "size."
+        "size, by the curves of requests one after another."
     ).replace("%", " %")
 
 
 @pytest.mark.parametrize(
     ("shared", "end"),
     [
-        (0.4002, "isolating tenants would cost nothing at this size."),
-        (0.39, "isolating tenants gains 1.0 points of hit rate at this size."),
+        (0.4002, "isolating tenants would cost nothing"),
+        (0.39, "isolating tenants gains 1.0 points of hit rate"),
     ],
 )
 def test_isolation_is_said_to_cost_only_what_it_costs(shared: float, end: str) -> None:
@@ -92,9 +93,8 @@ def test_isolation_is_said_to_cost_only_what_it_costs(shared: float, end: str) -
         curve("shared", (1.0, shared), (2.0, shared)),
     )
 
-    assert words(replay_page(without(make_result(), curves=curves)).headline).endswith(
-        end
-    )
+    headline = words(replay_page(without(make_result(), curves=curves)).headline)
+    assert f"; {end} at this size, by the curves" in headline
 
 
 def test_nothing_is_said_of_isolation_where_no_curve_tells() -> None:
@@ -114,17 +114,81 @@ def test_nothing_is_said_of_isolation_where_no_curve_tells() -> None:
 
 def test_a_replay_that_reused_nothing_says_so() -> None:
     result = make_result()
-    misses = {**result.tokens.misses, "never_seen": result.tokens.prompt}
+    misses = dict.fromkeys(result.tokens.misses, 0)
+    misses["never_seen"] = result.tokens.prompt
     nothing = dataclasses.replace(
         result.tokens, reused=0, computed=result.tokens.prompt, misses=misses
     )
 
-    assert replay_page(without(result, tokens=nothing)).headline.startswith(
-        "Reuse saved nothing"
-    )
+    page = replay_page(without(result, tokens=nothing, curves=()))
+    assert page.headline.startswith("Reuse saved nothing")
+    assert page.headline.endswith("of KV memory.")
     assert replay_page(make_result(num_requests=0)).headline.startswith(
         "Nothing was replayed"
     )
+
+
+def test_the_price_of_isolation_is_said_also_where_nothing_was_reused() -> None:
+    result = make_result()
+    prompt = result.tokens.prompt
+    misses = dict.fromkeys(result.tokens.misses, 0) | {"other_domain": prompt}
+    nothing = dataclasses.replace(
+        result.tokens, reused=0, computed=prompt, misses=misses
+    )
+    curves = (
+        curve("isolated", (1.0, 0.0), (2.0, 0.0)),
+        curve("shared", (1.0, 0.9), (2.0, 0.9)),
+    )
+
+    by_curves = replay_page(without(result, tokens=nothing, curves=curves)).headline
+    by_misses = replay_page(without(result, tokens=nothing, curves=())).headline
+
+    for headline in (by_curves, by_misses):
+        assert headline.startswith("Reuse saved nothing: ")
+    assert "isolating tenants costs 90.0 points" in words(by_curves)
+    assert "isolating tenants costs 100.0 points" in words(by_misses)
+    assert "others had those tokens" in by_misses
+
+
+def test_of_unknown_prompts_nothing_is_said_but_how_long_they_took() -> None:
+    result = make_result()
+    facts = dataclasses.replace(result.trace, num_opaque=result.trace.num_requests)
+    page = replay_page(without(result, trace=facts))
+
+    assert page.headline.startswith("Inconclusive: only lengths are known")
+    titles = {each.title for each in page.sections}
+    assert "Time to first token" in titles
+    assert not titles & {
+        "Bounds",
+        "Hit rate by token against memory",
+        "What reuse saved",
+        "Where the prompt tokens went",
+        "Why tokens were computed",
+    }
+    text = " ".join([*page.paragraphs, *(fact.name for fact in page.facts)])
+    assert "Lost" not in text
+    assert "hit rate" not in text
+    assert "saved" not in text
+
+
+def test_some_unknown_prompts_make_hit_rates_lower_bounds() -> None:
+    facts = dataclasses.replace(make_result().trace, num_opaque=3)
+    note = "Only the length of the prompt is known of 3 of"
+
+    replayed = replay_page(without(make_result(), trace=facts))
+    swept = sweep_page(dataclasses.replace(make_sweep(), trace=facts))
+
+    for page in (replayed, swept):
+        (text,) = [each for each in page.paragraphs if each.startswith(note)]
+        assert text.endswith("so hit rates are lower bounds.")
+
+
+def test_where_nothing_finished_nobody_is_said_to_have_waited_or_not() -> None:
+    result = without(make_result(num_requests=0), num_refused=4, num_stalls=0)
+    text = " ".join(replay_page(result).paragraphs)
+
+    assert "No admission waited" not in text
+    assert "4 requests could never run" in text
 
 
 def test_stalls_are_told_with_who_held_the_memory() -> None:
@@ -134,6 +198,13 @@ def test_stalls_are_told_with_who_held_the_memory() -> None:
     assert "8 admissions waited for memory" in text
     assert "held 91.5 % of the blocks (27.3 % published and pinned)" in text
     assert "stalled nobody" in " ".join(replay_page(calm).paragraphs)
+    table = next(
+        each
+        for each in replay_page(make_result()).sections
+        if each.title == "Who held the memory while admissions waited"
+    )
+    assert [row[0] for row in table.rows] == ["acme", "(public)", "beta"]
+    assert table.rows[0][2] == pytest.approx(65.2)  # of 768 blocks
 
 
 def test_an_inexact_trace_and_lines_left_out_are_told_on_top() -> None:
@@ -279,7 +350,12 @@ def test_no_page_has_a_word_for_what_is_not_a_number(num_requests: int) -> None:
 
 def test_sections_without_content_are_left_out() -> None:
     empty = without(
-        make_result(num_requests=0), curves=(), bounds=(), prefixes=(), writers=()
+        make_result(num_requests=0),
+        curves=(),
+        bounds=(),
+        prefixes=(),
+        writers=(),
+        stall_accounts=(),
     )
 
     trace = dataclasses.replace(empty.trace, problems=(), notes=(), num_skipped_lines=0)
@@ -336,6 +412,19 @@ def test_a_long_run_shows_the_requests_around_the_longest_wait() -> None:
     assert len(chart.rows) == 60
     assert worst in {row[0] for row in chart.rows}
     assert "60 of 400 requests" in chart.note
+
+
+def test_names_are_cut_and_what_they_hide_is_shown_wherever_they_stand() -> None:
+    rogue = "evil\x1b[2J\u202ename\ud800"
+    long = "n" * 70
+    text = replay_page(make_result(tenants=(rogue, long))).render()
+    text = text.split('<script type="text/plain"')[0]
+
+    assert not set("\x1b\u202e\ud800") & set(text)
+    assert r"evil\x1b[2J\u202ename\ud800" in text
+    assert long not in text
+    assert f"{'n' * 19}…{'n' * 20}" in text
+    text.encode()
 
 
 def test_text_of_prompts_is_there_only_where_the_result_has_it() -> None:
@@ -427,6 +516,53 @@ def test_a_sweep_says_which_configuration_reuses_most() -> None:
     assert headline.startswith(
         "Of 30 configurations, “value, shared” with 2 GiB reuses most"
     )
+
+
+def test_a_sweep_says_which_choice_moves_the_hit_rate() -> None:
+    sweep = make_sweep()
+    lru = tuple(cell for cell in sweep.cells if cell.eviction == "lru")
+
+    def said(cells: tuple[SweepCell, ...]) -> str:
+        return sweep_page(dataclasses.replace(sweep, cells=cells)).paragraphs[0]
+
+    assert "choice of eviction policy and sharing rule moves" in said(sweep.cells)
+    assert "choice of sharing rule moves" in said(lru)
+
+
+def test_without_a_clock_hits_are_exact_and_seconds_are_not() -> None:
+    sweep = make_sweep()
+    untimed = tuple(
+        dataclasses.replace(cell, ttft_p50_s=None, ttft_p99_s=None)
+        for cell in sweep.cells
+    )
+
+    def label(cells: tuple[SweepCell, ...]) -> str:
+        page = sweep_page(dataclasses.replace(sweep, cells=cells))
+        return next(s.label for s in page.sections if s.title == "All configurations")
+
+    assert label(sweep.cells) == "estimated"
+    assert label(untimed) == "hit rates and blocks exact, saved seconds estimated"
+
+
+def test_a_sweep_that_served_nobody_is_inconclusive() -> None:
+    sweep = make_sweep()
+    refused = tuple(
+        dataclasses.replace(cell, num_refused=sweep.trace.num_requests)
+        for cell in sweep.cells
+    )
+    page = sweep_page(dataclasses.replace(sweep, cells=refused))
+
+    assert page.headline.startswith("Inconclusive: none of 30 configurations could")
+    assert [each.title for each in page.sections] == ["All configurations"]
+
+
+def test_a_sweep_of_unknown_prompts_is_inconclusive() -> None:
+    sweep = make_sweep()
+    facts = dataclasses.replace(sweep.trace, num_opaque=sweep.trace.num_requests)
+    page = sweep_page(dataclasses.replace(sweep, trace=facts))
+
+    assert page.headline.startswith("Inconclusive: only lengths are known")
+    assert not charts(page)
 
 
 def test_a_sweep_of_nothing_says_so() -> None:

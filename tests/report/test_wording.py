@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -79,6 +80,33 @@ def test_numbers_are_close_to_what_they_say_and_have_no_exponent(value: float) -
 
     assert "e" not in text
     assert float(text.replace(",", "")) == pytest.approx(value, rel=0.005)
+
+
+@given(st.text(alphabet=st.characters()))
+def test_what_is_visible_can_be_printed_and_hides_nothing(text: str) -> None:
+    shown = wording.visible(text)
+
+    shown.encode()
+    assert not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in shown)
+    assert not set(shown) & set(
+        "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    )
+    assert wording.visible(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Zoë [a] 名前", "Zoë [a] 名前"),
+        ("a\x1b[31mb\n", r"a\x1b[31mb\x0a"),
+        ("\u202egpj.exe", r"\u202egpj.exe"),
+        ("\ud800", r"\ud800"),
+        ("x" * 41, f"{'x' * 19}…{'x' * 20}"),
+    ],
+    ids=ascii,
+)
+def test_a_name_is_visible_and_not_too_long(text: str, shown: str) -> None:
+    assert wording.name(text) == shown
 
 
 @given(st.text(), st.integers(3, 40))

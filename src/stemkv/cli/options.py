@@ -26,6 +26,7 @@ __all__ = [
     "NumericsOption",
     "ThreadsOption",
     "errors_explained",
+    "remedy_as_typed",
 ]
 
 ModelOption = Annotated[
@@ -46,11 +47,14 @@ JsonOption = Annotated[
 _OPTIONS: Final = {
     "assumed_watts": "--watts",
     "block_size": "--block-size",
+    "fields": "--map",
+    "format": "--format",
     "kv_dtype": "--kv-dtype",
     "kv_tokens": "--kv-tokens",
     "max_new_tokens": "--max-tokens",
     "max_num_running": "--max-running",
     "num_blocks": "--blocks",
+    "num_prompts": "--num-prompts",
     "num_replicas": "--replicas",
     "num_requests": "--requests",
     "num_samples": "--n",
@@ -65,12 +69,13 @@ _OPTIONS: Final = {
 }
 # Remedies that are for callers of the library, and what to do instead.
 _REMEDIES: Final = {
-    "fields={'prompt': 'request.text'}": "--map prompt=request.text",
+    "fields={role: path}": "--map ROLE=PATH",
     "describe it with a `Device`": "bring measured costs with --cost",
     "read fewer requests (limit) or a larger unit_size": "read fewer with --limit",
     "a smaller block_size": "a smaller --block-size",
     "estimate with tokens='chars4'": "estimate with --tokens chars4",
 }
+_FIELD = re.compile(r"fields=\{'(\w+)': '([^']+)'\}")
 _DEFECT = 70
 
 
@@ -78,6 +83,7 @@ _DEFECT = 70
 def errors_explained(extras: str = "cli,engine") -> Iterator[None]:
     """Print what StemKV or a missing extra says, without a traceback.
 
+    What nobody expected is shown with one: it is a defect, and looks like no finding.
     `extras` are those that the command needs.
     """
     try:
@@ -94,15 +100,20 @@ def errors_explained(extras: str = "cli,engine") -> Iterator[None]:
         if (error.name or "").startswith("stemkv"):
             _report(error)
         _fail(f"{error.name} is missing; install: pip install 'stemkv[{extras}]'")
-
     except Exception as error:
         _report(error)
 
 
+def remedy_as_typed(text: str) -> str:
+    """Return a text of the library with its remedies as options of ours."""
+    for ours, typed in _REMEDIES.items():
+        text = text.replace(ours, typed)
+    return _FIELD.sub(r"--map \1=\2", text)
+
+
 def _as_typed(message: str) -> str:
     """Return what the library says in the words of the command line."""
-    for ours, typed in _REMEDIES.items():
-        message = message.replace(ours, typed)
+    message = remedy_as_typed(message)
     word = re.match(r"\w+", message)
     if word is None or word[0] not in _OPTIONS:
         return message

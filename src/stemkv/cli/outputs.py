@@ -143,14 +143,17 @@ def check_outputs(
             raise ConfigError(
                 f"{name}: only {', '.join(streams)} can be written to standard output"
             )
-    read = {n: Path(each) for n, each in (inputs or {}).items() if each is not None}
+    # What does not exist is no file that is read: a model's name, or a mistake.
+    read = {
+        name: Path(each)
+        for name, each in (inputs or {}).items()
+        if each is not None and Path(each) != STDOUT and Path(each).exists()
+    }
     for (one, file), (other, second) in [
         *combinations(files.items(), 2),
         *((out, source) for out in files.items() for source in read.items()),
     ]:
         is_read = other in read
-        if file == STDOUT and is_read:
-            continue  # and `-` as an input is another stream
         if _is_same(file, second):
             raise ConfigError(
                 f"{one} {file} is the same file as {other} {second}"

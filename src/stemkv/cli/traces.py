@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stemkv.cli.options import remedy_as_typed
 from stemkv.cli.outputs import counted
 from stemkv.errors import ConfigError
 from stemkv.sim.formats import read_trace
@@ -105,7 +106,7 @@ def load_trace(
     if options.trace == "-" and sys.stdin is None:
         raise ConfigError("standard input is closed; name a file, or pipe one in")
     with counted("reading", "bytes") as progress:
-        return read_trace(
+        trace = read_trace(
             options.trace,
             format=options.format,
             fields=parse_map(options.map),
@@ -115,3 +116,5 @@ def load_trace(
             seed=options.seed,
             progress=progress,
         )
+    trace.notes[:] = map(remedy_as_typed, trace.notes)
+    return trace
