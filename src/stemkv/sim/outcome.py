@@ -41,7 +41,6 @@ from stemkv.sim.trace import Trace
 
 __all__ = ["Outcome", "trace_facts"]
 
-_PUBLIC_LABEL = "(public)"
 _MAX_PREFIXES = 50
 _MAX_PROBLEMS = 20
 
@@ -76,6 +75,9 @@ class Outcome:
             ((entry, replica) for replica in replicas for entry in replica.entries),
             key=lambda pair: int(pair[0].request_id),
         )
+        self._public_label = "(public)"
+        while self._public_label in trace.tenants():
+            self._public_label = f"({self._public_label})"  # some tenant is called so
         self._accounts = [replica.ledger.accounts(self._end_s) for replica in replicas]
 
     def result(self) -> ReplayResult:
@@ -265,7 +267,7 @@ class Outcome:
             accounts = self._accounts_of(name)
             results.append(
                 TenantResult(
-                    tenant=_PUBLIC_LABEL if name == PUBLIC_ACCOUNT else name,
+                    tenant=self._public_label if name == PUBLIC_ACCOUNT else name,
                     num_requests=len(own),
                     tokens=_totals(own),
                     saved=self._saved(own, name),
@@ -342,7 +344,7 @@ class Outcome:
         for replica in self._replicas:
             totals.update(replica.ledger.stalls.by_account)
         return tuple(
-            (_PUBLIC_LABEL if name == PUBLIC_ACCOUNT else name, blocks / num_stalls)
+            (self._public_label if name == PUBLIC_ACCOUNT else name, blocks / num_stalls)
             for name, blocks in sorted(
                 totals.items(), key=lambda item: (-item[1], item[0])
             )
