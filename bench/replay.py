@@ -64,7 +64,7 @@ SPEED_CAPACITY = 4_000
 MAX_TIMED_S = 30.0
 MAX_DEMO_S = 30.0
 MAX_AGENTS_GIB = 2.0
-MIN_CORES_OF_SWEEP = 1.3  # of two
+MIN_CORES_OF_SWEEP = 1.5  # of two
 NUM_CONFIGURATIONS = 24
 
 AGENTS = TRACES / "kv-cache-tester" / "sessions.jsonl.zst"
