@@ -132,16 +132,19 @@ class BlockPool:
 
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Free published blocks that the prefix tree dropped."""
-        published = self._published
-        for block_id in block_ids:
-            if not published[block_id]:
-                raise InvariantError(
-                    f"reclaim of block {block_id}, which is "
-                    f"{self.state(block_id).value}"
-                )
-            published[block_id] = 0
-            self._num_published -= 1
-            self._free.append(block_id)
+        published, free = self._published, self._free
+        num_free = len(free)
+        try:
+            for block_id in block_ids:
+                if not published[block_id]:
+                    raise InvariantError(
+                        f"reclaim of block {block_id}, which is "
+                        f"{self.state(block_id).value}"
+                    )
+                published[block_id] = 0
+                free.append(block_id)
+        finally:
+            self._num_published -= len(free) - num_free
 
     def free_block_ids(self) -> tuple[int, ...]:
         """Return a copy of the free list, for `check` and tests."""

@@ -258,6 +258,8 @@ class History:
         if index < stop:
             edge = tokens[index * size : stop * size]
             path.append(self._grow(last, holder, edge, max(0, start - index), value))
+        if self._max_blocks is None:
+            return
         # The end first, so that a prefix is remembered as long as what continues it.
         for node in reversed(path):
             for each in (holder, (namespace, PUBLIC)):
