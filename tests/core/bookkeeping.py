@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 from stemkv.core import Domain, Request, RequestId
@@ -297,6 +298,11 @@ def check_entry(entry: LedgerEntry, request: Request) -> None:
         reasons = {miss.reason for miss in entry.misses}
         assert reasons <= {MissReason.UNSHARABLE}
         assert entry.num_reused_tokens == 0
+    reused = [token for low, high in entry.reused for token in range(low, high)]
+    assert len(reused) == entry.num_reused_tokens
+    missed = [t for miss in entry.misses for t in range(miss.start, miss.end)]
+    assert not set(reused) & set(missed)
+    assert all(end < low for (_, end), (low, _) in pairwise(entry.reused))
     if num_missed + entry.num_reused_tokens == prompt:
         # What was not missed was reused, and saved what it would have cost.
         assert entry.saved_s == _saved(entry)

@@ -64,6 +64,9 @@ class LedgerEntry:
     num_copied_tokens: int
     saved_s: float  # prefill seconds, by the ledger's cost model
     misses: list[Miss]  # in order of position
+    # Tokens [low, high) that were reused: one run, unless it was preempted and found
+    # more when it came back.
+    reused: list[tuple[int, int]]
     writers: dict[str, int]  # tenant who brought them in → tokens reused
     regrets: tuple[Regret, ...]
     stall_s: float = 0.0  # waited because memory was short

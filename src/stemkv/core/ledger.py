@@ -250,6 +250,7 @@ class Ledger:
             num_copied_tokens=0,
             saved_s=0.0,
             misses=[Miss(0, num_prompt, MissReason.UNSHARABLE)],
+            reused=[],
             writers={},
             regrets=(),
         )
@@ -505,6 +506,11 @@ class Ledger:
             account.hit(low, high)
             entry.saved_s += seconds
             entry.num_reused_tokens += high - low
+            if entry.reused and entry.reused[-1][1] == low:
+                low_before, _ = entry.reused.pop()
+                entry.reused.append((low_before, high))
+            else:
+                entry.reused.append((low, high))
             if is_copied:
                 entry.num_copied_tokens += high - low
             else:

@@ -289,14 +289,11 @@ class Outcome:
     def _saved(self, entries: Sequence[LedgerEntry], *names: str) -> SavedWork:
         accounts = [each for name in names for each in self._accounts_of(name)]
         costs = self._costs
+        reused = [tokens for entry in entries for tokens in entry.reused]
         return SavedWork(
             seconds=math.fsum(entry.saved_s for entry in entries),
-            joules=math.fsum(
-                costs.prefill_joules(0, entry.num_reused_tokens) for entry in entries
-            ),
-            flops=math.fsum(
-                costs.prefill_flops(0, entry.num_reused_tokens) for entry in entries
-            ),
+            joules=math.fsum(costs.prefill_joules(*tokens) for tokens in reused),
+            flops=math.fsum(costs.prefill_flops(*tokens) for tokens in reused),
             retained_gib_s=self._gib(math.fsum(a.retained_block_s for a in accounts)),
             active_gib_s=self._gib(math.fsum(a.active_block_s for a in accounts)),
         )
@@ -344,7 +341,10 @@ class Outcome:
         for replica in self._replicas:
             totals.update(replica.ledger.stalls.by_account)
         return tuple(
-            (self._public_label if name == PUBLIC_ACCOUNT else name, blocks / num_stalls)
+            (
+                self._public_label if name == PUBLIC_ACCOUNT else name,
+                blocks / num_stalls,
+            )
             for name, blocks in sorted(
                 totals.items(), key=lambda item: (-item[1], item[0])
             )
