@@ -6,9 +6,12 @@ else's: a driver with tensors and one with a cost model can share these decision
 
 from stemkv.core.cache import CacheUsage, Peek, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.cost import CostModel, FittedCost, RooflineCost
+from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.core.eviction import EvictionPolicy, Lru
 from stemkv.core.identities import Identities
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.ledger import Ledger
 from stemkv.core.order import AdmissionOrder, Fcfs
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
@@ -27,18 +30,24 @@ __all__ = [
     "CacheUsage",
     "Chunk",
     "ComputeIdentity",
+    "CostModel",
     "Domain",
     "EvictionPolicy",
     "Fcfs",
     "FinishReason",
+    "FittedCost",
     "Identities",
     "Lease",
+    "Ledger",
+    "LedgerEntry",
     "Lru",
+    "MissReason",
     "Peek",
     "PrefixCache",
     "Request",
     "RequestId",
     "RequestSpec",
+    "RooflineCost",
     "Sample",
     "Scheduler",
     "SchedulerConfig",
