@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from stemkv.errors import InvariantError
 from stemkv.sim.bounds import clairvoyant, clairvoyant_selective, infinite
 from stemkv.sim.distance import lru_curve
-from stemkv.sim.hits import Hits
 from stemkv.sim.reuse import Run, find_reuses
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
@@ -244,13 +243,3 @@ def test_ids_that_are_not_chained_are_refused(units: list[int]) -> None:
 
     with pytest.raises(InvariantError, match="request-2.*not chained"):
         find_reuses(prompts, SharingRule())
-
-
-def test_a_point_of_a_curve_has_the_rate_of_its_hits() -> None:
-    hits: Hits = infinite(find_reuses(trace("xy", "xy"), SharingRule()))
-
-    point = hits.curve_point(num_blocks=2**20, unit_bytes=3 * 2**10)
-
-    assert (point.num_blocks, point.gib) == (2**20, 3.0)
-    assert point.hit_rate == hits.hit_rate == 19 / 40
-    assert point.saved_s is None

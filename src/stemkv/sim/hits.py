@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from stemkv.core.cost import CostModel
-from stemkv.measure.results import GIB, CurvePoint
 from stemkv.sim.trace import Trace, TraceRequest
 
 __all__ = ["HitCounter", "Hits", "hit_tokens", "steady_start"]
@@ -51,15 +50,6 @@ class Hits:
     def steady_hit_rate(self) -> float:
         """Share of prompt tokens in the last half of the requests."""
         return _share(self.steady_hit_tokens, self.steady_input_tokens)
-
-    def curve_point(self, *, num_blocks: int, unit_bytes: int) -> CurvePoint:
-        """Return the point of a curve at `num_blocks`, each of `unit_bytes`."""
-        return CurvePoint(
-            num_blocks=num_blocks,
-            gib=num_blocks * unit_bytes / GIB,
-            hit_rate=self.hit_rate,
-            saved_s=self.saved_s,
-        )
 
 
 class HitCounter:
