@@ -76,6 +76,16 @@ class BlockPool:
         """Return how many block tables hold the block privately."""
         return self._ref_counts[block_id]
 
+    def num_leading_unshared(self, block_ids: Iterable[int]) -> int:
+        """Return how many of the leading blocks have exactly one private reference."""
+        ref_counts = self._ref_counts
+        num_blocks = 0
+        for block_id in block_ids:
+            if ref_counts[block_id] != 1:
+                break
+            num_blocks += 1
+        return num_blocks
+
     def allocate(self, num_blocks: int) -> array[int]:
         """Take free blocks; each gets one reference. The caller made sure they exist."""
         if num_blocks > len(self._free):
@@ -120,15 +130,19 @@ class BlockPool:
         """Move private blocks with one reference into the prefix tree's ownership."""
         ref_counts = self._ref_counts
         published = self._published
-        for block_id in block_ids:
-            if ref_counts[block_id] != 1:
-                raise InvariantError(
-                    f"publish of block {block_id} with {ref_counts[block_id]} "
-                    f"references; exactly one is needed"
-                )
-            ref_counts[block_id] = 0
-            published[block_id] = 1
-            self._num_published += 1
+        num_done = 0
+        try:
+            for block_id in block_ids:
+                if ref_counts[block_id] != 1:
+                    raise InvariantError(
+                        f"publish of block {block_id} with {ref_counts[block_id]} "
+                        f"references; exactly one is needed"
+                    )
+                ref_counts[block_id] = 0
+                published[block_id] = 1
+                num_done += 1
+        finally:
+            self._num_published += num_done
 
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Free published blocks that the prefix tree dropped."""

@@ -506,10 +506,10 @@ class PrefixCache:
         """
         start = lease.num_published_blocks
         own = lease.table.ids(start, end)
-        for index, block_id in enumerate(own, start):
-            if self.pool.ref_count(block_id) != 1:
-                return max(start, self._blocks_outside_span(tokens, index))
-        return end
+        num_own = self.pool.num_leading_unshared(own)
+        if num_own == len(own):
+            return end
+        return max(start, self._blocks_outside_span(tokens, start + num_own))
 
     def _publish_run(
         self, lease: Lease, domain: Domain, tokens: bytes, stop: int, now: float
@@ -616,10 +616,12 @@ class PrefixCache:
         return upper
 
     def _release_private(self, lease: Lease, block_ids: array[int], now: float) -> None:
+        if self.ledger is None:
+            self.pool.release(block_ids)
+            return
         num_free = self.pool.num_free
         self.pool.release(block_ids)
-        if self.ledger is not None:
-            self.ledger.freed(lease.owner, self.pool.num_free - num_free, now)
+        self.ledger.freed(lease.owner, self.pool.num_free - num_free, now)
 
     def _pin(self, node: Node, now: float) -> None:
         for pinned in self.tree.pin(node):
@@ -629,7 +631,6 @@ class PrefixCache:
                 self.ledger.pinned(pinned, now)
         for step in node.path():
             self._policy.touched(step.id, now=now)
-        self._note_active()
 
     def _unpin(self, node: Node, now: float) -> None:
         unpinned = self.tree.unpin(node)
