@@ -132,8 +132,11 @@ def questions(draw: st.DrawFn, block_size: int) -> Question:
 
 
 def note(history: History, act: Act, now: float) -> None:
-    verb = history.left if act.leaves else history.published
-    verb(act.namespace, act.domain, tokens(act.text), act.start, act.stop, now)
+    what = act.namespace, act.domain, tokens(act.text), act.start, act.stop
+    if act.leaves:
+        history.left(*what, now)
+    else:
+        history.published(*what)
 
 
 def spelled_out(runs: list[PastRun]) -> list[Past]:
@@ -209,7 +212,7 @@ def check_nodes(history: History) -> None:
 def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:
     history = History(1, max_blocks=16)
     for now in range(17):
-        history.published(NAMESPACE, ALICE, tokens(chr(65 + now)), 0, 1, float(now))
+        history.published(NAMESPACE, ALICE, tokens(chr(65 + now)), 0, 1)
 
     known = [
         history.past(NAMESPACE, BOB, tokens(chr(65 + now)), 0, 1)[0].past
@@ -220,12 +223,12 @@ def test_what_was_forgotten_first_is_what_changed_longest_ago() -> None:
 
 def test_a_parent_is_remembered_as_long_as_a_child_is() -> None:
     history = History(1, max_blocks=8)
-    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2, 0.0)
-    history.published(NAMESPACE, BOB, tokens("ac"), 0, 2, 1.0)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2)
+    history.published(NAMESPACE, BOB, tokens("ac"), 0, 2)
     for now in range(2, 12):
         # The root of both is as old as time; one child is kept fresh.
-        history.published(NAMESPACE, ALICE, tokens("ab"), 1, 2, float(now))
-        history.published(NAMESPACE, BOB, tokens(chr(77 + now)), 0, 1, float(now))
+        history.published(NAMESPACE, ALICE, tokens("ab"), 1, 2)
+        history.published(NAMESPACE, BOB, tokens(chr(77 + now)), 0, 1)
 
     found = history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2)
     assert found == [PastRun(2, Past(left_s=math.inf))]
@@ -235,7 +238,7 @@ def test_a_prefix_that_grows_block_by_block_stays_one_node() -> None:
     history = History(1)
     text = "abcdefghij"
     for stop in range(1, 11):
-        history.published(NAMESPACE, ALICE, tokens(text[:stop]), stop - 1, stop, 1.0)
+        history.published(NAMESPACE, ALICE, tokens(text[:stop]), stop - 1, stop)
 
     assert len(list(history._nodes())) == 1
     (node,) = history._nodes()
@@ -244,9 +247,9 @@ def test_a_prefix_that_grows_block_by_block_stays_one_node() -> None:
 
 def test_a_block_that_came_back_has_not_left() -> None:
     history = History(1)
-    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2, 1.0)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2)
     history.left(NAMESPACE, ALICE, tokens("ab"), 0, 2, 2.0)
-    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 1, 3.0)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 0, 1)
 
     assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [
         PastRun(1, Past(left_s=math.inf)),
@@ -270,7 +273,7 @@ def test_who_held_it_decides_what_alice_is_told(
     holder: tuple[bytes, Domain], expected: Past
 ) -> None:
     history = History(1)
-    history.published(*holder, tokens("a"), 0, 1, 1.0)
+    history.published(*holder, tokens("a"), 0, 1)
 
     assert history.past(NAMESPACE, ALICE, tokens("a"), 0, 1) == [PastRun(1, expected)]
 
@@ -282,9 +285,9 @@ def test_a_look_costs_the_same_however_many_others_have_the_text(
     """Else a tenant could tell from its own delay what others have."""
     prompt = tokens("a" * 200)
     history = History(1)
-    history.published(NAMESPACE, ALICE, prompt, 0, 200, 0.0)
+    history.published(NAMESPACE, ALICE, prompt, 0, 200)
     for number in range(num_others):
-        history.published(NAMESPACE, Domain.private(f"t{number}"), prompt, 0, 200, 1.0)
+        history.published(NAMESPACE, Domain.private(f"t{number}"), prompt, 0, 200)
 
     num_calls = 0
 
@@ -305,7 +308,7 @@ def test_many_holders_of_one_text_are_bounded_too() -> None:
     prompt = tokens("a" * 100)
     for number in range(50):
         holder = Domain.private(f"t{number}")
-        history.published(NAMESPACE, holder, prompt, 0, 100, float(number))
+        history.published(NAMESPACE, holder, prompt, 0, 100)
         assert history.num_marks <= 500
 
     assert history.num_blocks == 100

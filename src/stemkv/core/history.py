@@ -121,7 +121,6 @@ class History:
         tokens: bytes,
         start: int,
         stop: int,
-        now: float,
     ) -> None:
         """Note that the holder has blocks `start … stop - 1` of `tokens` from now on."""
         self._mark(namespace, domain, tokens, start, stop, _RESIDENT)

@@ -420,7 +420,7 @@ class Ledger:
             account.settle(now)
             account.num_blocks += num_blocks
             account.end += num_blocks * self.block_size
-        self._history.published(namespace, node.domain, tokens, start, stop, now)
+        self._history.published(namespace, node.domain, tokens, start, stop)
 
     def pinned(self, node: Node, now: float) -> None:
         """Book that a lease begins to hold a node that none held."""

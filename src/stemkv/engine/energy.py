@@ -7,9 +7,12 @@ no meter, and whoever prints joules says that they are estimated.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 __all__ = ["EnergyMeter", "ProcessorMeter", "open_meter"]
+
+_log = logging.getLogger(__name__)
 
 
 class EnergyMeter(Protocol):
@@ -53,8 +56,9 @@ def open_meter() -> EnergyMeter | None:
         processors = get_cpus()
         meter = ProcessorMeter(processors)
         meter.joules()
-    except Exception:
+    except Exception as error:
         # Counters that are not there, or not ours to read: zeus raises errors of its
         # own and of the system, and all of them mean that there is no meter.
+        _log.warning("zeus is here, but reads no meter: %r", error)
         return None
     return meter if len(processors) else None
