@@ -36,7 +36,8 @@ def traces(draw: st.DrawFn) -> Trace:
             units.append(7 * ids.setdefault(tuple(content[:end]), len(ids)) + 3)
         is_opaque = draw(st.booleans())
         if is_opaque:
-            units = array("i", range(1000 * index + 100, 1000 * index + 102))
+            # Units that nothing else has, above every id of the others.
+            units = array("i", range(10**6 + 2 * index, 10**6 + 2 * index + 2))
         rest = draw(st.integers(0 if units else 1, unit_size - 1))
         now += draw(st.integers(0, 10**10)) if index else 0  # nanoseconds
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
