@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from stemkv.core.blocks import BlockPool
 from stemkv.core.config import CacheConfig
@@ -94,6 +95,10 @@ class PrefixCache:
         self._emit: Callable[[CacheEvent], None] = _ignore
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._public: dict[bytes, list[bytes]] = {}  # by namespace, sorted
+        self._tick = 0  # number of the last event that a policy was told of
+        # Namespace → domain → number, for the keys of blocks.
+        self._key_spaces: dict[bytes, dict[Domain, int]] = {}
+        self._num_key_spaces = 0
         self._peak_active = 0
         self._num_evicted = 0
         self._num_published = 0
@@ -226,6 +231,7 @@ class PrefixCache:
         num_slots: int,
         num_spare: int = 0,
         owner: str | None = None,
+        hint: int = 0,
         now: float,
     ) -> Lease | None:
         """Pin the longest cached prefix of `tokens` and allocate the rest.
@@ -233,7 +239,7 @@ class PrefixCache:
         One atomic step: on success the lease's table has slots for `num_slots` tokens
         and at most `len(tokens) - 1` of them are matched; `None` means not now, and
         leaves everything bit-identical. `num_spare` available blocks must be left
-        over. If the match ends inside a block, `lease.copy` says what the driver must
+        over. `hint` is the digit that the policy is given. If the match ends inside a block, `lease.copy` says what the driver must
         copy first (then call `copied`). `owner` is the tenant on whose account the
         blocks are, by default the name of the domain. The caller releases the lease
         exactly once.
@@ -261,7 +267,8 @@ class PrefixCache:
             partial = None
         if owner is None:
             owner = domain.name
-        node, partial = self._plant(namespace, match, partial, now)
+        self._tick += 1
+        node, partial = self._plant(namespace, match, partial, hint, now)
         table = array("i")
         if node is not None:
             for step in node.path():
@@ -277,6 +284,7 @@ class PrefixCache:
             namespace=namespace,
             domain=domain,
             owner=owner,
+            hint=hint,
             node=node,
             table=BlockTable(table),
             num_published_blocks=num_published,
@@ -343,6 +351,7 @@ class PrefixCache:
         _check_live(lease)
         end = self._blocks_outside_span(tokens, num_computed // self.config.block_size)
         num_added = 0
+        self._tick += 1
         while (start := lease.num_published_blocks) < end:
             domain = self.domain_of_next(lease, start)
             if domain is None:
@@ -372,6 +381,7 @@ class PrefixCache:
             namespace=lease.namespace,
             domain=lease.domain,
             owner=lease.owner,
+            hint=lease.hint,
             node=lease.node,
             table=BlockTable(lease.table.ids()),
             num_published_blocks=lease.num_published_blocks,
@@ -421,7 +431,7 @@ class PrefixCache:
         """Drop up to `num_blocks` cached blocks; return how many were dropped."""
         num_dropped = 0
         while num_dropped < num_blocks:
-            victim = self._policy.victim()
+            victim = self._policy.victim(now)
             if victim is None:
                 break
             node = self.tree.node(victim)
@@ -440,6 +450,7 @@ class PrefixCache:
         namespace, so a new generation of weights must bring a new identity.
         """
         self._public.pop(namespace, None)
+        self._key_spaces.pop(namespace, None)
         root = self.tree.retire(namespace)
         if root is None:
             return 0
@@ -477,6 +488,7 @@ class PrefixCache:
         namespace: bytes | None,
         match: Match,
         partial: PartialBlock | None,
+        hint: int,
         now: float,
     ) -> tuple[Node | None, PartialBlock | None]:
         """Pin what matched; return the deepest pinned node and the copy's source.
@@ -493,9 +505,12 @@ class PrefixCache:
             node = self._split(lower, match.num_node_blocks, now)
             if partial is not None:
                 partial = PartialBlock(lower, 0, partial.num_tokens)
-        self._pin(node, now)
+        path = node.path()
+        self._pin(node, path, hint, now)
         if partial is not None:
-            self._pin(partial.node, now)
+            # What is above both is used once.
+            beyond = [step for step in partial.node.path() if step not in path]
+            self._pin(partial.node, beyond, hint, now)
         return node, partial
 
     def _blocks_of_one_table(self, lease: Lease, end: int, tokens: bytes) -> int:
@@ -526,16 +541,27 @@ class PrefixCache:
         stop = self._blocks_of_one_table(lease, stop, tokens)
         if stop == start:
             return 0
+        keys: Sequence[int] = ()
+        if self._policy.needs_keys:
+            keys = self._keys(lease, domain, tokens, start, stop)
+            num_alike = self._policy.num_alike(keys)
+            if num_alike < len(keys):
+                # Rounded down, so as not to part a span; then it loses its past.
+                stop = self._blocks_outside_span(tokens, start + num_alike)
+                stop = stop if stop > start else start + len(keys)
+                keys = keys[: stop - start]
         end = stop * self._block_bytes
         own = lease.table.ids(start, stop)
         self.pool.publish(own)
         can_extend = (
-            node.ref_count == 1
+            node.parent is not None
+            and node.ref_count == 1
             and node.is_leaf
             and node.domain == domain
             and node.owner == lease.owner
+            and self._policy.can_extend(node.id, keys)
         )
-        if can_extend and node.parent is not None:
+        if can_extend:
             self.tree.extend(node, tokens[begin:end], own)
         else:
             node = self.tree.add(
@@ -554,7 +580,15 @@ class PrefixCache:
                 tokens=tokens,
                 now=now,
             )
-        self._policy.published(node.id, num_blocks=node.num_blocks, now=now)
+        self._policy.published(
+            node.id,
+            start=start,
+            num_blocks=len(own),
+            keys=keys,
+            hint=lease.hint,
+            tick=self._tick,
+            now=now,
+        )
         lease.num_published_blocks = stop
         self._num_published += len(own)
         self._emit(
@@ -563,6 +597,33 @@ class PrefixCache:
             )
         )
         return len(own)
+
+    def _keys(
+        self, lease: Lease, domain: Domain, tokens: bytes, start: int, stop: int
+    ) -> array[int]:
+        """Return a key for each block: of all tokens up to its end, for this domain.
+
+        CRC-32, as it is fast and equal everywhere; a policy may be wrong about a block
+        once in four thousand million. What one domain publishes cannot collide with
+        another's: each has its own upper half of the keys.
+        """
+        assert lease.namespace is not None, "what publishes has a namespace"
+        spaces = self._key_spaces.setdefault(lease.namespace, {})
+        number = spaces.get(domain)
+        if number is None:
+            self._num_key_spaces += 1
+            number = spaces[domain] = self._num_key_spaces
+        upper = (number & 0xFFFFFFFF) << 32
+        block_bytes = self._block_bytes
+        num_blocks, crc = lease.key_state
+        if num_blocks != start:
+            crc = crc32(tokens[: start * block_bytes])
+        keys = array("Q")
+        for begin in range(start * block_bytes, stop * block_bytes, block_bytes):
+            crc = crc32(tokens[begin : begin + block_bytes], crc)
+            keys.append(upper | crc)
+        lease.key_state = (stop, crc)
+        return keys
 
     def _join(
         self, lease: Lease, child: Node, tokens: bytes, begin: int, end: int, now: float
@@ -580,7 +641,7 @@ class PrefixCache:
                 self._policy.became_pinned(child.id)
             if self.ledger is not None:
                 self.ledger.pinned(child, now)
-        self._policy.touched(child.id, now=now)
+        self._policy.used(child.id, hint=lease.hint, tick=self._tick, now=now)
         lease.table.replace(start, child.block_ids)
         lease.node = child
         lease.num_published_blocks = start + num_same
@@ -610,7 +671,7 @@ class PrefixCache:
 
     def _split(self, node: Node, num_blocks: int, now: float) -> Node:
         upper = self.tree.split(node, num_blocks)
-        self._policy.split(upper.id, node.id)
+        self._policy.split(upper.id, node.id, num_blocks=num_blocks)
         if self.ledger is not None:
             self.ledger.split(upper, node, now)
         return upper
@@ -623,14 +684,14 @@ class PrefixCache:
         self.pool.release(block_ids)
         self.ledger.freed(lease.owner, self.pool.num_free - num_free, now)
 
-    def _pin(self, node: Node, now: float) -> None:
+    def _pin(self, node: Node, used: list[Node], hint: int, now: float) -> None:
         for pinned in self.tree.pin(node):
             if pinned.is_leaf:
                 self._policy.became_pinned(pinned.id)
             if self.ledger is not None:
                 self.ledger.pinned(pinned, now)
-        for step in node.path():
-            self._policy.touched(step.id, now=now)
+        for step in used:
+            self._policy.used(step.id, hint=hint, tick=self._tick, now=now)
 
     def _unpin(self, node: Node, now: float) -> None:
         unpinned = self.tree.unpin(node)
@@ -639,8 +700,9 @@ class PrefixCache:
             for step in unpinned:
                 self.ledger.unpinned(step, now)
         is_retired = node.root().is_retired
-        for step in path:
-            self._policy.touched(step.id, now=now)
+        self._tick += 1
+        for step in reversed(unpinned):
+            self._policy.released(step.id, tick=self._tick, now=now)
         for step in unpinned:  # deepest first, so a parent may become a leaf meanwhile
             if not step.is_leaf:
                 continue
@@ -649,11 +711,13 @@ class PrefixCache:
             else:
                 self._policy.became_evictable(step.id, now=now)
         # A match that was cut short split an edge. Unless something was published
-        # there, the cut is undone, so that paths do not fragment: many short leases
-        # must not make everybody else's matches slow for good.
+        # there, the cut is undone as soon as the policy sees no difference between the
+        # parts, so that paths do not fragment: many short leases must not make
+        # everybody else's matches slow for good.
         for step in path:
-            lower = self.tree.merge(step)
-            if lower is not None:
+            lower = self.tree.mergeable(step)
+            if lower is not None and self._policy.can_merge(step.id, lower.id):
+                self.tree.merge(step, lower)
                 self._policy.merged(step.id, lower.id)
                 if self.ledger is not None:
                     self.ledger.merged(step.id, lower, now)
@@ -692,15 +756,15 @@ class PrefixCache:
         dropped.reverse()
         self.pool.reclaim(dropped)
         parent = node.parent
-        if node.num_blocks == 0:
-            self._policy.removed(node.id)
-            if (
-                parent is not None
-                and parent.parent is not None
-                and parent.is_leaf
-                and parent.ref_count == 0
-            ):
-                self._policy.became_evictable(parent.id, now=now)
+        self._policy.dropped(node.id, node.num_blocks, may_return=is_eviction)
+        if (
+            node.num_blocks == 0
+            and parent is not None
+            and parent.parent is not None
+            and parent.is_leaf
+            and parent.ref_count == 0
+        ):
+            self._policy.became_evictable(parent.id, now=now)
         return len(dropped)
 
     def _ends_in_span(self, node: Node, num_blocks: int) -> bool:

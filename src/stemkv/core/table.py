@@ -86,8 +86,10 @@ class Lease:
         "copy",
         "copy_source",
         "domain",
+        "hint",
         "is_cut_off",
         "is_released",
+        "key_state",
         "namespace",
         "node",
         "num_matched_tokens",
@@ -103,6 +105,7 @@ class Lease:
         namespace: bytes | None,
         domain: Domain,
         owner: str,
+        hint: int,
         node: Node | None,
         table: BlockTable,
         num_published_blocks: int,
@@ -114,6 +117,8 @@ class Lease:
         self.namespace = namespace  # None: shares with nobody
         self.domain = domain
         self.owner = owner  # tenant who pays for what it holds and publishes
+        self.hint = hint  # digit that the eviction policy is given
+        self.key_state = (0, 0)  # blocks, and the checksum of their tokens
         self.node = node  # deepest pinned node, the root if nothing matched
         self.table = table
         self.num_published_blocks = num_published_blocks

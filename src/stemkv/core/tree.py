@@ -265,12 +265,11 @@ class PrefixTree:
         self._add_child(upper, node)
         return upper
 
-    def merge(self, node: Node) -> Node | None:
-        """Undo a split that no longer separates anything; return the lower node.
+    def mergeable(self, node: Node) -> Node | None:
+        """Return the child that a split separated from this node for nothing.
 
         That is: the node has one child, of its own domain and owner, and every lease on
-        its path goes on into that child. The child keeps its object and takes the node's blocks
-        in front; the node leaves the tree. `None` when there is nothing to undo.
+        its path goes on into that child. `None` where there is nothing to undo.
         """
         if node.parent is None or len(node.children) != 1:
             return None
@@ -280,12 +279,21 @@ class PrefixTree:
         (child,) = children
         if child.ref_count != node.ref_count or child.owner != node.owner:
             return None
+        return child
+
+    def merge(self, node: Node, child: Node) -> None:
+        """Undo a split; `child` is what `mergeable` returned for the node.
+
+        The child keeps its object and takes the node's blocks in front; the node leaves
+        the tree.
+        """
+        if node.parent is None or child.parent is not node:
+            raise InvariantError("merge of nodes that are not parent and child")
         child.edge = node.edge + child.edge
         child.block_ids = node.block_ids + child.block_ids
         child.parent = node.parent
         node.parent.children[node.domain].replace(node.edge[: self._block_bytes], child)
         del self._nodes[node.id]
-        return child
 
     def add(
         self,

@@ -138,18 +138,19 @@ class _Sequence:
             self._places[names] = self._rule.of(request)
         namespace, domain = self._places[names]
         units = request.units
+        now = request.arrival_s
         if len(units) > self._capacity:
             self._num_too_long += 1
             peek = self._cache.peek(namespace, domain, (units + _LAST).tobytes())
             units = units[: peek.num_whole_blocks]
         tokens = (units + _LAST).tobytes()
         lease = self._cache.acquire(
-            namespace, domain, tokens, num_slots=len(units) + 1, now=index
+            namespace, domain, tokens, num_slots=len(units) + 1, now=now
         )
         assert lease is not None, "nobody else holds blocks"
         self._count(index, request, lease)
-        self._cache.publish(lease, tokens, len(units), index)
-        self._cache.release(lease, index)
+        self._cache.publish(lease, tokens, len(units), now)
+        self._cache.release(lease, now)
 
     def result(self) -> SequenceResult:
         """Return the sums so far."""

@@ -2,5 +2,6 @@
 
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.eviction.lru import Lru
+from stemkv.core.eviction.reuse_index import ReuseIndex
 
-__all__ = ["EvictionPolicy", "Lru"]
+__all__ = ["EvictionPolicy", "Lru", "ReuseIndex"]

@@ -1,0 +1,300 @@
+"""Evict the leaf whose keeping pays least, by what was learnt of times until reuse.
+
+Owns what is remembered of every node, resident or evicted, and the choice among
+classes. The learning is `ReuseTimes`.
+
+A node's class is how often it was used (1, 2, more) and how long it was idle before the
+last use. Within a class the oldest leaf and the newest compete; the winner must beat the
+least recently used leaf by a margin, so that the policy is LRU where it knows nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from stemkv.core.eviction.leaves import TwoEndedLeaves
+from stemkv.core.eviction.reuse_times import Cohort, ReuseTimes
+from stemkv.errors import InvariantError
+
+__all__ = ["ReuseIndex"]
+
+_MAX_USES = 3  # more uses than this are one class
+_GAP_EDGES = (15.0, 90.0)  # seconds idle before the last use
+_GHOSTS_PER_BLOCK = 8
+_MARGIN = 0.9  # of the rate of the least recently used leaf: not below it is not better
+_NEWEST_HANDICAP = 2.5
+_NUM_PASTS = _MAX_USES * (len(_GAP_EDGES) + 2)
+
+
+class _Past:
+    """What is remembered of a run of blocks with one history."""
+
+    __slots__ = (
+        "cohort",
+        "gap",
+        "hint",
+        "keys",
+        "kind",
+        "last_used_s",
+        "num_uses",
+        "start",
+        "tick",
+        "was_released",
+    )
+
+    def __init__(
+        self, start: int, keys: array[int], hint: int, tick: int, now: float
+    ) -> None:
+        self.start = start  # blocks before it on its path
+        self.keys = keys  # one for each of its blocks
+        self.hint = hint
+        self.num_uses = 1
+        self.gap = 0  # 0: none yet; else 1 + the place among the edges
+        self.kind = _kind(1, 0, hint)
+        self.last_used_s = now
+        self.tick = tick
+        self.cohort: Cohort | None = None  # of its idle time; None: a lease holds it
+        self.was_released = False
+
+    def part(self, start: int, keys: array[int]) -> _Past:
+        """Return the same past for other blocks."""
+        part = _Past(start, keys, self.hint, self.tick, self.last_used_s)
+        part.num_uses, part.gap, part.kind = self.num_uses, self.gap, self.kind
+        part.cohort, part.was_released = self.cohort, self.was_released
+        return part
+
+    def is_like(self, other: _Past) -> bool:
+        """Whether the two are one run that was cut."""
+        return (
+            self.kind == other.kind
+            and self.tick == other.tick
+            and self.cohort is other.cohort
+            and self.was_released == other.was_released
+        )
+
+
+class ReuseIndex:
+    """The reuse index.
+
+    `num_blocks` is the size of the cache: what was evicted is remembered for eight times
+    as many blocks. `worth` gives a leaf's weight from how many blocks its path has; by
+    default all blocks weigh the same, so the policy saves tokens. `blocks_per_count`
+    is how many blocks make one observation.
+    """
+
+    needs_keys = True
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        worth: Callable[[int], float] | None = None,
+        blocks_per_count: float = 1.0,
+    ) -> None:
+        self._max_ghosts = _GHOSTS_PER_BLOCK * num_blocks
+        self._worth = worth
+        self._weight = 1.0 / blocks_per_count
+        self._times = ReuseTimes()
+        self._pasts: dict[int, _Past] = {}  # by node id
+        # By the key of the first block; the one that was dropped first is first.
+        self._ghosts: OrderedDict[int, _Past] = OrderedDict()
+        self._num_ghosts = 0  # blocks
+        self._leaves: dict[int, TwoEndedLeaves] = {}  # by class
+        self._kind_of: dict[int, int] = {}  # node id → class, evictable ones
+
+    # What happens
+
+    def num_alike(self, keys: Sequence[int]) -> int:
+        """Return how far the past of the first block reaches, or what has none."""
+        first, num_alike = self._ghosts.get(keys[0]), 0
+        if first is None:
+            for num_alike, key in enumerate(keys):
+                if key in self._ghosts:
+                    return num_alike
+            return len(keys)
+        ghost: _Past | None = first
+        while ghost is not None and ghost.is_like(first):
+            num_same = _num_same(ghost.keys, keys, num_alike)
+            num_alike += num_same
+            if num_same < len(ghost.keys) or num_alike == len(keys):
+                break
+            ghost = self._ghosts.get(keys[num_alike])
+        return num_alike
+
+    def can_extend(self, node_id: int, keys: Sequence[int]) -> bool:
+        """Only blocks without a past, behind those of the same lease."""
+        past = self._pasts[node_id]
+        return (
+            past.num_uses == 1 and not past.was_released and keys[0] not in self._ghosts
+        )
+
+    def can_merge(self, upper_id: int, lower_id: int) -> bool:
+        """Only what has one past."""
+        return self._pasts[upper_id].is_like(self._pasts[lower_id])
+
+    def published(
+        self,
+        node_id: int,
+        *,
+        start: int,
+        num_blocks: int,
+        keys: Sequence[int],
+        hint: int,
+        tick: int,
+        now: float,
+    ) -> None:
+        """Take up the past of the blocks, if they were evicted and are remembered."""
+        past = self._pasts.get(node_id)
+        if past is not None:
+            past.keys.extend(keys)
+            past.tick, past.last_used_s = tick, now
+            return
+        own = array("Q", keys)
+        ghost = self._ghosts.get(own[0])
+        if ghost is None:
+            self._pasts[node_id] = _Past(start, own, hint, tick, now)
+            return
+        past = self._pasts[node_id] = ghost.part(start, own)
+        self._forget_ghosts(own)
+        self._use(past, hint, tick, now)
+
+    def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
+        """Learn from the idle time that ends, and classify anew."""
+        self._use(self._pasts[node_id], hint, tick, now)
+
+    def released(self, node_id: int, *, tick: int, now: float) -> None:
+        """Begin an idle time."""
+        past = self._pasts[node_id]
+        past.was_released = True
+        past.tick = tick
+        past.last_used_s = now
+        past.cohort = self._times.begin(past.kind, len(past.keys) * self._weight, now)
+
+    def split(self, upper_id: int, lower_id: int, *, num_blocks: int) -> None:
+        """Give both parts the past of the whole."""
+        lower = self._pasts[lower_id]
+        self._pasts[upper_id] = lower.part(lower.start, lower.keys[:num_blocks])
+        del lower.keys[:num_blocks]
+        lower.start += num_blocks
+
+    def merged(self, upper_id: int, lower_id: int) -> None:
+        """Join two parts that have one past."""
+        upper, lower = self._pasts.pop(upper_id), self._pasts[lower_id]
+        lower.keys = upper.keys + lower.keys
+        lower.start = upper.start
+
+    def became_evictable(self, node_id: int, *, now: float) -> None:
+        """Make the node a candidate in its class, at the time of its last use."""
+        past = self._pasts[node_id]
+        leaves = self._leaves.get(past.kind)
+        if leaves is None:
+            leaves = self._leaves[past.kind] = TwoEndedLeaves()
+        leaves.add(node_id, past.tick)
+        self._kind_of[node_id] = past.kind
+
+    def became_pinned(self, node_id: int) -> None:
+        """Drop the node as a candidate."""
+        kind = self._kind_of.pop(node_id, None)
+        if kind is not None:
+            self._leaves[kind].discard(node_id)
+
+    def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
+        """Remember what left, if equal blocks can come back."""
+        past = self._pasts[node_id]
+        gone = past.keys[num_left:]
+        if may_return:
+            self._remember(past.part(past.start + num_left, gone))
+        if num_left:
+            del past.keys[num_left:]
+            return
+        del self._pasts[node_id]
+        self.became_pinned(node_id)
+
+    def victim(self, now: float) -> int | None:
+        """Return the leaf that pays least; O(classes)."""
+        self._times.advance(now)
+        best: tuple[float, int] | None = None
+        best_id = oldest_id = None
+        oldest_tick, oldest_score = 0, 0.0
+        for kind, leaves in self._leaves.items():
+            first = leaves.first()
+            if first is None:
+                continue
+            last = leaves.last()
+            score, tick = self._score(kind, first, now)
+            if oldest_id is None or (tick, -first) < (oldest_tick, -oldest_id):
+                oldest_id, oldest_tick, oldest_score = first, tick, score
+            if best is None or (score, tick) < best:
+                best, best_id = (score, tick), first
+            if last is not None and last != first:
+                score, tick = self._score(kind, last, now)
+                score *= _NEWEST_HANDICAP
+                if (score, tick) < best:
+                    best, best_id = (score, tick), last
+        if best is None or best[0] >= _MARGIN * oldest_score:
+            return oldest_id
+        return best_id
+
+    # Private
+
+    def _score(self, kind: int, node_id: int, now: float) -> tuple[float, int]:
+        past = self._pasts[node_id]
+        score = self._times.rate(kind, now - past.last_used_s)
+        if self._worth is not None:
+            score *= self._worth(past.start + len(past.keys))
+        return score, past.tick
+
+    def _use(self, past: _Past, hint: int, tick: int, now: float) -> None:
+        cohort = past.cohort
+        if cohort is not None:
+            self._times.end(cohort, past.kind, len(past.keys) * self._weight, now)
+            past.cohort = None
+        past.gap = 1 + bisect_right(_GAP_EDGES, now - past.last_used_s)
+        past.num_uses = min(_MAX_USES, past.num_uses + 1)
+        past.hint = hint
+        past.kind = _kind(past.num_uses, past.gap, hint)
+        past.tick = tick
+        past.last_used_s = now
+
+    def _remember(self, ghost: _Past) -> None:
+        key = ghost.keys[0]
+        known = self._ghosts.pop(key, None)
+        if known is not None:  # a rare accident: two blocks with one key
+            self._num_ghosts -= len(known.keys)
+        self._ghosts[key] = ghost
+        self._num_ghosts += len(ghost.keys)
+        while self._num_ghosts > self._max_ghosts:
+            _, oldest = self._ghosts.popitem(last=False)
+            self._num_ghosts -= len(oldest.keys)
+
+    def _forget_ghosts(self, keys: array[int]) -> None:
+        """Take the ghosts of these blocks away: they are resident again."""
+        at = 0
+        while at < len(keys):
+            ghost = self._ghosts.pop(keys[at], None)
+            if ghost is None:
+                raise InvariantError("a run was published with two pasts")
+            num_same = _num_same(ghost.keys, keys, at)
+            self._num_ghosts -= len(ghost.keys)
+            if num_same < len(ghost.keys):
+                rest = ghost.part(ghost.start + num_same, ghost.keys[num_same:])
+                # In its old place would be better than at the end; it is rare.
+                self._ghosts[rest.keys[0]] = rest
+                self._num_ghosts += len(rest.keys)
+            at += num_same
+
+
+def _kind(num_uses: int, gap: int, hint: int) -> int:
+    return hint * _NUM_PASTS + (num_uses - 1) * (len(_GAP_EDGES) + 2) + gap
+
+
+def _num_same(ghost: array[int], keys: Sequence[int], start: int) -> int:
+    """Return how many leading keys of a ghost are those from `start` on."""
+    num_most = min(len(ghost), len(keys) - start)
+    for at in range(num_most):
+        if ghost[at] != keys[start + at]:
+            return at
+    return num_most
