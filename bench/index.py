@@ -308,7 +308,7 @@ class Scene:
 
     def __init__(self, num_blocks: int) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.cache = PrefixCache(config, Lru())
+        self.cache = PrefixCache(config, Lru)
         self.peek = partial(self.cache.peek, NAMESPACE, TENANT)
         self.rng = random.Random(1)
         self.now = 0.0

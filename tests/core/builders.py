@@ -87,7 +87,7 @@ def weakened(buffer: bytes, num_alike: int) -> bytes:
 
 
 def build_cache(*, num_blocks: int, block_size: int) -> PrefixCache:
-    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru())
+    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru)
 
 
 def acquire(

@@ -380,7 +380,7 @@ class Driver:
     ) -> None:
         self.now = 0.0
         self.cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru()
+            CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru
         )
         self.config = SchedulerConfig(
             token_budget=token_budget,

@@ -133,7 +133,7 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
 
 def build(coasts: bool, num_blocks: int) -> Run:
     cache = PrefixCache(
-        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru()
+        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru
     )
     config = SchedulerConfig(token_budget=12, max_num_running=6)
     return Run(Scheduler(config, cache, Fcfs()), coasts)
@@ -450,7 +450,7 @@ class Burst:
 
     def run(self, *, skips: bool) -> Tally:
         cache = PrefixCache(
-            CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK_SIZE), Lru()
+            CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK_SIZE), Lru
         )
         scheduler = Scheduler(self.config, cache, Fcfs())
         tally = Tally()
@@ -568,7 +568,7 @@ class Loop:
 
     def __init__(self, *, coasts: bool = True, num_blocks: int, **limits: int) -> None:
         cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru()
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru
         )
         config = SchedulerConfig(watermark=0.0, **{"max_num_running": 6} | limits)
         self.scheduler = Scheduler(config, cache, Fcfs())

@@ -294,7 +294,7 @@ class Arrival:
 
 def run_scheduler(arrivals: list[Arrival]) -> dict[str, list[object]]:
     """Everything that reaches a tenant, with the step at which it does."""
-    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=3), Lru())
+    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=3), Lru)
     config = SchedulerConfig(token_budget=4000, max_num_running=1000, watermark=0.0)
     scheduler = Scheduler(config, cache, Fcfs())
     runner = FakeRunner(scheduler)

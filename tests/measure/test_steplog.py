@@ -189,7 +189,7 @@ def test_steps_are_plans_with_what_came_of_them() -> None:
 
 
 def test_a_plan_s_digest_tells_block_tables_apart() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Lru())
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Lru)
     scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
     for name in ("a", "b"):
         scheduler.add(

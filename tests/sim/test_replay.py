@@ -130,7 +130,7 @@ class NaiveDriver:
                 self._start(replica, now)
 
     def _replica(self, config: ReplayConfig) -> NaiveReplica:
-        cache = PrefixCache(config.cache(), Lru())
+        cache = PrefixCache(config.cache(), Lru)
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         return NaiveReplica(cache, Scheduler(config.limits(), cache, Fcfs()))

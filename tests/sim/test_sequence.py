@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction.lru import Lru
+from stemkv.core.eviction import Lru, ReuseIndex
+from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
+from stemkv.sim.bounds import clairvoyant, infinite
+from stemkv.sim.reuse import find_reuses
 from stemkv.sim.sequence import SequenceResult, replay_sequence
 from stemkv.sim.sharing import SharingRule
 from tests.sim.depth_cost import DepthCost
@@ -123,15 +127,19 @@ def test_a_given_policy_decides() -> None:
             self.leaves: list[int] = []
 
         def became_evictable(self, node_id: int, *, now: float) -> None:
+            super().became_evictable(node_id, now=now)
             self.leaves.append(node_id)
 
         def became_pinned(self, node_id: int) -> None:
+            super().became_pinned(node_id)
             self.leaves.remove(node_id)
 
-        def removed(self, node_id: int) -> None:
-            self.leaves.remove(node_id)
+        def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
+            super().dropped(node_id, num_left, may_return=may_return)
+            if not num_left and node_id in self.leaves:
+                self.leaves.remove(node_id)
 
-        def victim(self) -> int | None:
+        def victim(self, now: float) -> int | None:
             return self.leaves[-1] if self.leaves else None
 
     prompts = trace("x", "y", "z", "x")
@@ -140,6 +148,197 @@ def test_a_given_policy_decides() -> None:
     newest = replay_sequence(prompts, num_blocks=2, rule=SHARED, policy=Newest())
 
     assert (oldest.hits.hit_units, newest.hits.hit_units) == (0, 1)
+
+
+def test_regret_is_what_was_evicted_and_asked_for_again() -> None:
+    # "pq" pushes out "z" and "y"; then "wxyz" misses both, and pushes out "pq".
+    prompts = trace("wxyz", "pq", "wxyz", "pq", tenants="abac")
+
+    result = replay_sequence(prompts, num_blocks=4, rule=SHARED)
+
+    assert (result.regret_units, result.regret_tokens) == (2 + 2, 19 + 19)
+    by_tenant = {each.tenant: each.regret_units for each in result.tenants}
+    assert by_tenant == {"a": 2, "b": 0, "c": 2}
+
+
+def test_what_was_never_seen_is_no_regret() -> None:
+    prompts = trace("xy", "pq", "rs", "xz")
+
+    result = replay_sequence(prompts, num_blocks=2, rule=SharingRule())
+
+    assert result.regret_units == 1  # "x"
+
+
+@FREELY
+@given(
+    drawn=random_traces(),
+    rule=st.sampled_from(rules()),
+    num_blocks=st.none() | st.integers(1, 12),
+)
+def test_hits_and_regret_are_the_hits_of_a_cache_without_limit(
+    drawn: Drawn, rule: SharingRule, num_blocks: int | None
+) -> None:
+    everything = infinite(find_reuses(drawn.trace, rule))
+
+    result = replay_sequence(drawn.trace, num_blocks=num_blocks, rule=rule)
+
+    hits = result.hits
+    assert hits.hit_units + result.regret_units == everything.hit_units
+    assert hits.hit_tokens + result.regret_tokens == everything.hit_tokens
+    assert sum(each.regret_units for each in result.tenants) == result.regret_units
+    assert sum(each.regret_tokens for each in result.tenants) == result.regret_tokens
+
+
+def test_reuses_that_were_found_before_change_nothing() -> None:
+    prompts = trace("wxyz", "pq", "wxyz", "pq")
+    reuses = find_reuses(prompts, SHARED)
+
+    given_them, finding_them = (
+        replay_sequence(prompts, num_blocks=4, rule=SHARED, reuses=each)
+        for each in (reuses, None)
+    )
+
+    assert given_them == finding_them
+
+
+class Clocked(Lru):
+    """Notes all times that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
+        super().used(node_id, hint=hint, tick=tick, now=now)
+        self.times.append(now)
+
+    def released(self, node_id: int, *, tick: int, now: float) -> None:
+        super().released(node_id, tick=tick, now=now)
+        self.times.append(now)
+
+    def victim(self, now: float) -> int | None:
+        self.times.append(now)
+        return super().victim(now)
+
+
+def test_a_policy_is_told_when_requests_arrived() -> None:
+    prompts = trace("x", "x", "y")
+    for request, arrival_s in zip(prompts.requests, (0.5, 2.0, 60.0), strict=True):
+        request.arrival_s = arrival_s
+    policy = Clocked()
+
+    replay_sequence(prompts, num_blocks=1, rule=SHARED, policy=policy)
+
+    assert policy.times == [0.5, 2.0, 2.0, 60.0, 60.0]
+
+
+@FREELY
+@given(
+    drawn=random_traces(),
+    arrivals=st.lists(st.floats(0.0, 1e6), min_size=24, max_size=24),
+    num_blocks=st.integers(1, 12),
+)
+def test_time_never_goes_back(
+    drawn: Drawn, arrivals: list[float], num_blocks: int
+) -> None:
+    for request, arrival_s in zip(drawn.trace.requests, arrivals, strict=False):
+        request.arrival_s = arrival_s
+    policy = Clocked()
+
+    replay_sequence(drawn.trace, num_blocks=num_blocks, rule=SHARED, policy=policy)
+
+    assert policy.times == sorted(policy.times)
+
+
+@FREELY
+@given(
+    drawn=random_traces(),
+    rule=st.sampled_from(rules()),
+    num_blocks=st.integers(1, 12),
+)
+def test_a_trace_without_a_clock_replays_as_with_one_under_lru(
+    drawn: Drawn, rule: SharingRule, num_blocks: int
+) -> None:
+    clocked = replay_sequence(drawn.trace, num_blocks=num_blocks, rule=rule)
+    drawn.trace.has_arrivals = False
+    for request in drawn.trace.requests:
+        request.arrival_s = 0.0
+
+    assert clocked == replay_sequence(drawn.trace, num_blocks=num_blocks, rule=rule)
+
+
+@FREELY
+@given(
+    drawn=random_traces(),
+    rule=st.sampled_from(rules()),
+    num_blocks=st.integers(1, 12),
+)
+def test_a_policy_that_learns_from_times_needs_no_clock_to_run(
+    drawn: Drawn, rule: SharingRule, num_blocks: int
+) -> None:
+    drawn.trace.has_arrivals = False
+    for request in drawn.trace.requests:
+        request.arrival_s = 0.0
+
+    first, second = (
+        replay_sequence(
+            drawn.trace, num_blocks=num_blocks, rule=rule, policy=ReuseIndex(num_blocks)
+        )
+        for _ in range(2)
+    )
+
+    assert first == second
+
+
+def test_what_the_next_request_will_hit_is_spared() -> None:
+    # "rs" needs two. "pq" was used last, but "wx" is asked for next.
+    prompts = trace("wx", "pq", "rs", "wx")
+
+    blind, looking = (
+        replay_sequence(prompts, num_blocks=4, rule=SHARED, lookahead=lookahead)
+        for lookahead in (0, 1)
+    )
+
+    assert (blind.hits.hit_units, looking.hits.hit_units) == (0, 2)
+
+
+def test_the_queue_ends_where_it_is_said_to() -> None:
+    prompts = trace("wx", "pq", "rs", "r", "wx")
+
+    found = [
+        replay_sequence(prompts, num_blocks=4, rule=SHARED, lookahead=lookahead)
+        for lookahead in (1, 2)
+    ]
+
+    assert [each.hits.hit_units for each in found] == [1, 1 + 2]
+
+
+def test_of_two_that_wait_the_one_behind_gives_way() -> None:
+    prompts = trace("w", "p", "q", "w", "p")
+
+    result = replay_sequence(prompts, num_blocks=2, rule=SHARED, lookahead=4)
+
+    assert [each.hit_tokens for each in result.tenants] == [9]
+
+
+@FREELY
+@given(drawn=random_traces(), rule=st.sampled_from(rules()))
+def test_a_queue_that_shows_the_whole_future_is_clairvoyant(
+    drawn: Drawn, rule: SharingRule
+) -> None:
+    reuses = find_reuses(drawn.trace, rule)
+    num_requests = len(drawn.trace.requests)
+
+    for num_blocks in range(1, reuses.num_distinct + 2):
+        looking = replay_sequence(
+            drawn.trace, num_blocks=num_blocks, rule=rule, lookahead=num_requests
+        )
+        assert looking.hits == clairvoyant(reuses, num_blocks)
+
+
+def test_a_queue_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lookahead"):
+        replay_sequence(trace("x"), num_blocks=1, rule=SHARED, lookahead=-1)
 
 
 def test_progress_ends_with_all_requests() -> None:

@@ -24,6 +24,7 @@ class Account:
     active_block_s: float = 0.0
     retained_block_s: float = 0.0
     num_evicted_blocks: int = 0
+    num_refused_blocks: int = 0  # not retained after their last lease
     num_published_blocks: int = 0
     num_stalls: int = 0
     stall_s: float = 0.0

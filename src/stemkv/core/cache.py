@@ -13,21 +13,26 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 from stemkv.core.blocks import BlockPool
 from stemkv.core.config import CacheConfig
+from stemkv.core.entry import DropReason
 from stemkv.core.events import (
     BlocksEvicted,
     BlocksPublished,
+    BlocksRefused,
     BlocksRetired,
     CacheEvent,
 )
 from stemkv.core.eviction.base import EvictionPolicy
+from stemkv.core.hints import NO_HINTS, HintDigits, Hints
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.ledger import Ledger
+from stemkv.core.quota import QuotaConfig
+from stemkv.core.retention import Retention
 from stemkv.core.table import BlockCopy, BlockTable, Lease
 from stemkv.core.tokens import (
     MIN_SPAN_TOKENS,
@@ -37,9 +42,9 @@ from stemkv.core.tokens import (
     end_outside_span,
 )
 from stemkv.core.tree import Match, Node, PartialBlock, PrefixTree
-from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
+from stemkv.errors import ConfigError, DoubleRelease, InvariantError, PromptTooLong
 
-__all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache"]
+__all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache", "Waiting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +79,50 @@ class Peek:
     num_whole_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a waiting request will look up."""
+
+    namespace: bytes | None
+    domain: Domain
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    """An operator's order to keep whole blocks until a time."""
+
+    namespace: bytes
+    domain: Domain
+    tokens: bytes
+    until: float
+
+
 class PrefixCache:
     """Shares the KV of equal prefixes among requests that may share.
 
-    `now` is in seconds on the caller's clock and must not decrease.
+    `now` is in seconds on the caller's clock and must not decrease. `make_policy` makes
+    the eviction policy: one, or with `quotas` one for each domain.
     """
 
     def __init__(
         self,
         config: CacheConfig,
-        policy: EvictionPolicy,
+        make_policy: Callable[[], EvictionPolicy],
         *,
+        quotas: QuotaConfig | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.config = config
         self.ledger = ledger
         self.pool = BlockPool(config.num_blocks)
         self.tree = PrefixTree(config.block_size)
-        self._policy = policy
+        self._retention = Retention(
+            make_policy, num_blocks=config.num_blocks, quotas=quotas
+        )
+        self._digits = HintDigits()
+        self._queue: Callable[[float], Iterable[Waiting]] | None = None
+        self._keeps: list[_Keep] = []
         self._emit: Callable[[CacheEvent], None] = _ignore
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._public: dict[bytes, list[bytes]] = {}  # by namespace, sorted
@@ -109,6 +140,36 @@ class PrefixCache:
     def num_available_blocks(self) -> int:
         """Blocks that an allocation could get: free ones and cached ones."""
         return self.pool.num_free + self.tree.num_unpinned_blocks
+
+    @property
+    def num_lendable_blocks(self) -> int:
+        """Cached blocks that anybody's allocation could get."""
+        quotas = self._retention.quotas
+        if quotas is None:
+            return self.tree.num_unpinned_blocks
+        return quotas.num_lendable_blocks
+
+    def available_to(self, domain: Domain) -> int:
+        """Return how many blocks an allocation for a domain could get.
+
+        Less than `num_available_blocks` where others' floors are filled.
+        """
+        num_unpinned = self.tree.num_unpinned_blocks
+        return self.pool.num_free + self._retention.num_available(domain, num_unpinned)
+
+    def most_blocks(
+        self, namespace: bytes | None, domain: Domain, tokens: bytes
+    ) -> int:
+        """Return how many blocks a request could hold if it was alone.
+
+        All of them without quotas. With quotas, what is promised to others is not among
+        them, but declared public blocks of its own prompt are.
+        """
+        quotas = self._retention.quotas
+        if quotas is None:
+            return self.pool.num_total
+        num_public = self.num_public_blocks(namespace, tokens)
+        return quotas.most_blocks(domain) + num_public
 
     @property
     def num_active_blocks(self) -> int:
@@ -168,8 +229,9 @@ class PrefixCache:
         """Return how many more blocks had to be available for `acquire` to succeed."""
         match = self._match(namespace, domain, tokens)
         num_needed = self.num_blocks_for(num_slots) + num_spare
-        num_held = match.num_blocks - _num_unpinned_on(match)  # by others, and shared
-        return max(0, num_needed - num_held - self.num_available_blocks)
+        # What matches and is not available: held by others, and shared.
+        num_held = match.num_blocks - self._num_available_on(match, domain)
+        return max(0, num_needed - num_held - self.available_to(domain))
 
     def num_public_blocks(self, namespace: bytes | None, tokens: bytes) -> int:
         """Return how many leading whole blocks lie inside a declared public prefix."""
@@ -211,9 +273,13 @@ class PrefixCache:
         An operator's act, never a request's. Returns how many blocks that is: the
         tokens of a last, partly covered block stay private. Blocks published before
         the declaration keep their domain.
+
+        Raises `ConfigError` when there are quotas and all declared prefixes together
+        exceed the public budget.
         """
         num_blocks = len(prefix) // self.config.block_size
         num_blocks = self._blocks_outside_span(prefix.buffer, num_blocks)
+        self._check_public_budget(namespace, prefix.buffer, num_blocks)
         if num_blocks:
             whole = prefix.buffer[: num_blocks * self._block_bytes]
             declared = self._public.setdefault(namespace, [])
@@ -231,7 +297,7 @@ class PrefixCache:
         num_slots: int,
         num_spare: int = 0,
         owner: str | None = None,
-        hint: int = 0,
+        hints: Hints = NO_HINTS,
         now: float,
     ) -> Lease | None:
         """Pin the longest cached prefix of `tokens` and allocate the rest.
@@ -239,7 +305,7 @@ class PrefixCache:
         One atomic step: on success the lease's table has slots for `num_slots` tokens
         and at most `len(tokens) - 1` of them are matched; `None` means not now, and
         leaves everything bit-identical. `num_spare` available blocks must be left
-        over. `hint` is the digit that the policy is given. If the match ends inside a block, `lease.copy` says what the driver must
+        over. If the match ends inside a block, `lease.copy` says what the driver must
         copy first (then call `copied`). `owner` is the tenant on whose account the
         blocks are, by default the name of the domain. The caller releases the lease
         exactly once.
@@ -249,50 +315,58 @@ class PrefixCache:
         if num_slots * TOKEN_BYTES < len(tokens):
             raise InvariantError(f"{num_slots} slots for {len(tokens) // 4} tokens")
         num_needed = self.num_blocks_for(num_slots)
-        if num_needed > self.pool.num_total:
+        num_most = self.most_blocks(namespace, domain, tokens)
+        if num_needed > num_most:
             raise PromptTooLong(
-                f"{num_slots} tokens need {num_needed} blocks but the cache has "
-                f"{self.pool.num_total}; raise num_blocks or shorten the prompt",
+                f"{num_slots} tokens need {num_needed} blocks but the domain can have "
+                f"{num_most} of {self.pool.num_total}; raise num_blocks, lower others' "
+                f"floors or shorten the prompt",
                 field="prompt",
             )
         match = self._match(namespace, domain, tokens)
         num_fresh = num_needed - match.num_blocks
-        available = self.num_available_blocks - num_spare - _num_unpinned_on(match)
+        available = self.available_to(domain) - num_spare
+        available -= self._num_available_on(match, domain)
         if num_fresh > available:
             return None
         partial = match.partial
-        if partial is not None and num_fresh > available - _num_beyond(match):
+        if partial is not None and num_fresh > available - self._num_beyond(
+            match, domain
+        ):
             # Pinning the copy's source would take away the very blocks this needs;
             # then those tokens are computed instead.
             partial = None
         if owner is None:
             owner = domain.name
+        first_ephemeral = None
+        if hints.ephemeral_from is not None:
+            first_ephemeral = hints.ephemeral_from // self.config.block_size
+        lease = Lease(
+            namespace=namespace,
+            domain=domain,
+            owner=owner,
+            hints=hints,
+            hint=self._digits.of(owner, hints),
+            first_ephemeral_block=first_ephemeral,
+            num_public_blocks=self.num_public_blocks(namespace, tokens),
+        )
         self._tick += 1
-        node, partial = self._plant(namespace, match, partial, hint, now)
+        node, partial = self._plant(lease, match, partial, now)
         table = array("i")
         if node is not None:
             for step in node.path():
                 table.extend(step.block_ids)
         num_published = len(table)
-        table.extend(self._allocate(num_fresh, owner, now))
+        table.extend(self._allocate(num_fresh, lease, now))
         num_tail = 0
-        copy = source = None
         if partial is not None:
-            num_tail, source = partial.num_tokens, partial.node
-            copy = BlockCopy(partial.block_id, table[num_published], num_tail)
-        return Lease(
-            namespace=namespace,
-            domain=domain,
-            owner=owner,
-            hint=hint,
-            node=node,
-            table=BlockTable(table),
-            num_published_blocks=num_published,
-            num_matched_tokens=num_published * self.config.block_size + num_tail,
-            num_public_blocks=self.num_public_blocks(namespace, tokens),
-            copy=copy,
-            copy_source=source,
-        )
+            num_tail, lease.copy_source = partial.num_tokens, partial.node
+            lease.copy = BlockCopy(partial.block_id, table[num_published], num_tail)
+        lease.node = node
+        lease.table = BlockTable(table)
+        lease.num_published_blocks = num_published
+        lease.num_matched_tokens = num_published * self.config.block_size + num_tail
+        return lease
 
     def copied(self, lease: Lease, now: float) -> None:
         """Tell that the lease's copy has run: its source need not stay any longer."""
@@ -307,9 +381,9 @@ class PrefixCache:
         num_fresh = self.num_blocks_for(num_slots) - len(lease.table)
         if num_fresh <= 0:
             return True
-        if num_fresh > self.num_available_blocks:
+        if num_fresh > self.available_to(lease.domain):
             return False
-        lease.table.append(self._allocate(num_fresh, lease.owner, now))
+        lease.table.append(self._allocate(num_fresh, lease, now))
         return True
 
     def prepare_write(
@@ -327,9 +401,9 @@ class PrefixCache:
         source = lease.table[index]
         if self.pool.ref_count(source) == 1:
             return True, None
-        if self.num_available_blocks < 1:
+        if self.available_to(lease.domain) < 1:
             return False, None
-        target = self._allocate(1, lease.owner, now)
+        target = self._allocate(1, lease, now)
         lease.table.replace(index, target)
         # The other holders keep the source, so the copy can run any time before them.
         self.pool.release((source,))
@@ -381,15 +455,15 @@ class PrefixCache:
             namespace=lease.namespace,
             domain=lease.domain,
             owner=lease.owner,
+            hints=lease.hints,
             hint=lease.hint,
-            node=lease.node,
-            table=BlockTable(lease.table.ids()),
-            num_published_blocks=lease.num_published_blocks,
-            num_matched_tokens=lease.num_matched_tokens,
+            first_ephemeral_block=lease.first_ephemeral_block,
             num_public_blocks=lease.num_public_blocks,
-            copy=None,
-            copy_source=None,
         )
+        child.node = lease.node
+        child.table = BlockTable(lease.table.ids())
+        child.num_published_blocks = lease.num_published_blocks
+        child.num_matched_tokens = lease.num_matched_tokens
         child.is_cut_off = lease.is_cut_off
         return child
 
@@ -427,19 +501,93 @@ class PrefixCache:
             node = node.parent
         return num_dropped
 
-    def evict(self, num_blocks: int, now: float) -> int:
-        """Drop up to `num_blocks` cached blocks; return how many were dropped."""
+    def evict(
+        self, num_blocks: int, now: float, *, domain: Domain | None = None
+    ) -> int:
+        """Drop up to `num_blocks` retained blocks; return how many were dropped.
+
+        `domain` is whose request needs the room, `None` that the operator wants it;
+        then no domain goes below its floor.
+        """
+        self._expect_queue(now)
         num_dropped = 0
         while num_dropped < num_blocks:
-            victim = self._policy.victim(now)
+            victim = self._retention.victim(domain, now)
             if victim is None:
                 break
-            node = self.tree.node(victim)
-            dropped = self._drop(node, num_blocks - num_dropped, now, is_eviction=True)
-            self._emit(BlocksEvicted(now=now, domain=node.domain, num_blocks=dropped))
-            num_dropped += dropped
-        self._num_evicted += num_dropped
+            node_id, num_most = victim
+            num_wanted = num_blocks - num_dropped
+            if num_most is not None:
+                num_wanted = min(num_wanted, num_most)
+            num_dropped += self._evict_from(node_id, num_wanted, now)
         return num_dropped
+
+    def end_session(self, domain: Domain, session: str, now: float) -> None:
+        """Let blocks that only this session has used go before all others.
+
+        A hint: whoever uses one of them again makes it an ordinary block.
+        """
+        self._retention.end_session(domain, session, now=now)
+
+    def keep(
+        self,
+        namespace: bytes,
+        domain: Domain,
+        prefix: TokenIds,
+        *,
+        until: float,
+        now: float,
+    ) -> int:
+        """Keep the whole blocks of a prefix until a time; return how many those are.
+
+        An operator's act. They go when nothing else can, whether they are resident now
+        or published later. A time that is over takes the order back.
+
+        Raises `ConfigError` when what is kept would exceed `max_kept_share`.
+        """
+        num_blocks = len(prefix) // self.config.block_size
+        num_blocks = self._blocks_outside_span(prefix.buffer, num_blocks)
+        tokens = prefix.buffer[: num_blocks * self._block_bytes]
+        keeps = [
+            each
+            for each in self._keeps
+            if each.until > now
+            and (each.namespace, each.domain, each.tokens)
+            != (namespace, domain, tokens)
+        ]
+        if num_blocks == 0:
+            return 0
+        if until > now:
+            num_kept = sum(len(each.tokens) for each in keeps) // self._block_bytes
+            most = int(self.config.max_kept_share * self.config.num_blocks)
+            if num_kept + num_blocks > most:
+                raise ConfigError(
+                    f"keeping {num_blocks} blocks beside {num_kept} exceeds the "
+                    f"{most} that max_kept_share allows; keep less or for a shorter "
+                    f"time, or raise max_kept_share"
+                )
+            keeps.append(_Keep(namespace, domain, tokens, until))
+        self._keeps = keeps
+        # One token more: a match never is the whole of what it is given.
+        match = self.tree.match(
+            namespace, domain, tokens + bytes(TOKEN_BYTES), limit=len(prefix)
+        )
+        node = match.node
+        if node is None or node.parent is None:
+            return num_blocks
+        if match.num_node_blocks < node.num_blocks:
+            node = self._split(node, match.num_node_blocks, now)
+        for step in node.path():
+            self._retention.keep(step, until, now=now)
+        return num_blocks
+
+    def watch_queue(self, queue: Callable[[float], Iterable[Waiting]]) -> None:
+        """Ask `queue(now)` who waits, in order, before anything is evicted.
+
+        What those requests would hit goes late, and what the last of them would hit
+        goes first.
+        """
+        self._queue = queue
 
     def retire(self, namespace: bytes, now: float) -> int:
         """Fence a namespace: nothing in it can be matched or published any more.
@@ -484,33 +632,28 @@ class PrefixCache:
         return num_blocks
 
     def _plant(
-        self,
-        namespace: bytes | None,
-        match: Match,
-        partial: PartialBlock | None,
-        hint: int,
-        now: float,
+        self, lease: Lease, match: Match, partial: PartialBlock | None, now: float
     ) -> tuple[Node | None, PartialBlock | None]:
         """Pin what matched; return the deepest pinned node and the copy's source.
 
         Pins before anything is allocated, so that the allocation cannot evict it.
         """
-        if namespace is None:
+        if lease.namespace is None:
             return None, None
         node = match.node
         if node is None:
-            return self.tree.root(namespace), None
+            return self.tree.root(lease.namespace), None
         if match.num_node_blocks < node.num_blocks:
             lower = node
             node = self._split(lower, match.num_node_blocks, now)
             if partial is not None:
                 partial = PartialBlock(lower, 0, partial.num_tokens)
         path = node.path()
-        self._pin(node, path, hint, now)
+        self._pin(node, path, lease, now)
         if partial is not None:
             # What is above both is used once.
             beyond = [step for step in partial.node.path() if step not in path]
-            self._pin(partial.node, beyond, hint, now)
+            self._pin(partial.node, beyond, lease, now)
         return node, partial
 
     def _blocks_of_one_table(self, lease: Lease, end: int, tokens: bytes) -> int:
@@ -541,10 +684,14 @@ class PrefixCache:
         stop = self._blocks_of_one_table(lease, stop, tokens)
         if stop == start:
             return 0
+        kept_until, stop = self._kept_until(lease, tokens, start, stop, now)
+        first_ephemeral = lease.first_ephemeral_block
+        if first_ephemeral is not None and start < first_ephemeral < stop:
+            stop = first_ephemeral
         keys: Sequence[int] = ()
-        if self._policy.needs_keys:
+        if self._retention.needs_keys:
             keys = self._keys(lease, domain, tokens, start, stop)
-            num_alike = self._policy.num_alike(keys)
+            num_alike = self._retention.num_alike(domain, keys)
             if num_alike < len(keys):
                 # Rounded down, so as not to part a span; then it loses its past.
                 stop = self._blocks_outside_span(tokens, start + num_alike)
@@ -559,7 +706,7 @@ class PrefixCache:
             and node.is_leaf
             and node.domain == domain
             and node.owner == lease.owner
-            and self._policy.can_extend(node.id, keys)
+            and self._retention.can_extend(node, lease, keys, kept_until)
         )
         if can_extend:
             self.tree.extend(node, tokens[begin:end], own)
@@ -580,12 +727,13 @@ class PrefixCache:
                 tokens=tokens,
                 now=now,
             )
-        self._policy.published(
-            node.id,
+        self._retention.published(
+            node,
+            lease,
             start=start,
             num_blocks=len(own),
             keys=keys,
-            hint=lease.hint,
+            kept_until=kept_until,
             tick=self._tick,
             now=now,
         )
@@ -637,11 +785,10 @@ class PrefixCache:
         start = lease.num_published_blocks
         own = lease.table.ids(start, start + num_same)
         if self.tree.pin_child(child):
-            if child.is_leaf:
-                self._policy.became_pinned(child.id)
+            self._retention.pinned(child)
             if self.ledger is not None:
                 self.ledger.pinned(child, now)
-        self._policy.used(child.id, hint=lease.hint, tick=self._tick, now=now)
+        self._retention.used(child, lease, tick=self._tick, now=now)
         lease.table.replace(start, child.block_ids)
         lease.node = child
         lease.num_published_blocks = start + num_same
@@ -671,7 +818,7 @@ class PrefixCache:
 
     def _split(self, node: Node, num_blocks: int, now: float) -> Node:
         upper = self.tree.split(node, num_blocks)
-        self._policy.split(upper.id, node.id, num_blocks=num_blocks)
+        self._retention.split(upper, node)
         if self.ledger is not None:
             self.ledger.split(upper, node, now)
         return upper
@@ -684,14 +831,13 @@ class PrefixCache:
         self.pool.release(block_ids)
         self.ledger.freed(lease.owner, self.pool.num_free - num_free, now)
 
-    def _pin(self, node: Node, used: list[Node], hint: int, now: float) -> None:
+    def _pin(self, node: Node, used: list[Node], lease: Lease, now: float) -> None:
         for pinned in self.tree.pin(node):
-            if pinned.is_leaf:
-                self._policy.became_pinned(pinned.id)
+            self._retention.pinned(pinned)
             if self.ledger is not None:
                 self.ledger.pinned(pinned, now)
         for step in used:
-            self._policy.used(step.id, hint=hint, tick=self._tick, now=now)
+            self._retention.used(step, lease, tick=self._tick, now=now)
 
     def _unpin(self, node: Node, now: float) -> None:
         unpinned = self.tree.unpin(node)
@@ -702,45 +848,61 @@ class PrefixCache:
         is_retired = node.root().is_retired
         self._tick += 1
         for step in reversed(unpinned):
-            self._policy.released(step.id, tick=self._tick, now=now)
+            self._retention.released(step, tick=self._tick, now=now)
         for step in unpinned:  # deepest first, so a parent may become a leaf meanwhile
             if not step.is_leaf:
                 continue
             if is_retired:
                 self._drop_retired(step, now)
-            else:
-                self._policy.became_evictable(step.id, now=now)
+            elif self._retention.refuses(step):
+                self._refuse(step, now)
+            elif not self._retention.is_evictable(step):  # as its child was refused
+                self._retention.became_evictable(step, now=now)
         # A match that was cut short split an edge. Unless something was published
         # there, the cut is undone as soon as the policy sees no difference between the
         # parts, so that paths do not fragment: many short leases must not make
         # everybody else's matches slow for good.
         for step in path:
             lower = self.tree.mergeable(step)
-            if lower is not None and self._policy.can_merge(step.id, lower.id):
+            if lower is not None and self._retention.can_merge(step, lower):
                 self.tree.merge(step, lower)
-                self._policy.merged(step.id, lower.id)
+                self._retention.merged(step.id, lower)
                 if self.ledger is not None:
                     self.ledger.merged(step.id, lower, now)
+        while (victim := self._retention.victim_over_cap(node.domain, now)) is not None:
+            self._evict_from(*victim, now)
 
-    def _allocate(self, num_blocks: int, owner: str, now: float) -> array[int]:
+    def _allocate(self, num_blocks: int, lease: Lease, now: float) -> array[int]:
         """Take blocks that the caller knows to be available, evicting as needed."""
         num_short = num_blocks - self.pool.num_free
-        if num_short > 0 and self.evict(num_short, now) < num_short:
+        if (
+            num_short > 0
+            and self.evict(num_short, now, domain=lease.domain) < num_short
+        ):
             raise InvariantError(f"{num_blocks} available blocks could not be freed")
         taken = self.pool.allocate(num_blocks)
         if self.ledger is not None:
-            self.ledger.allocated(owner, num_blocks, now)
+            self.ledger.allocated(lease.owner, num_blocks, now)
         self._note_active()
         return taken
 
+    def _evict_from(self, node_id: int, num_blocks: int, now: float) -> int:
+        node = self.tree.node(node_id)
+        dropped = self._drop(node, num_blocks, now, DropReason.EVICTED)
+        self._emit(BlocksEvicted(now=now, domain=node.domain, num_blocks=dropped))
+        self._num_evicted += dropped
+        return dropped
+
+    def _refuse(self, node: Node, now: float) -> None:
+        dropped = self._drop(node, node.num_blocks, now, DropReason.REFUSED)
+        self._emit(BlocksRefused(now=now, domain=node.domain, num_blocks=dropped))
+
     def _drop_retired(self, node: Node, now: float) -> int:
-        dropped = self._drop(node, node.num_blocks, now)
+        dropped = self._drop(node, node.num_blocks, now, DropReason.RETIRED)
         self._emit(BlocksRetired(now=now, domain=node.domain, num_blocks=dropped))
         return dropped
 
-    def _drop(
-        self, node: Node, num_blocks: int, now: float, *, is_eviction: bool = False
-    ) -> int:
+    def _drop(self, node: Node, num_blocks: int, now: float, reason: DropReason) -> int:
         """Free tail blocks of an unpinned leaf and tell the policy what follows.
 
         A few more than asked, where the rest would end in the first positions of a
@@ -751,21 +913,105 @@ class PrefixCache:
             keep -= 1
         keep = max(0, keep)
         if self.ledger is not None:
-            self.ledger.dropping(node, keep, is_eviction=is_eviction, now=now)
+            self.ledger.dropping(node, keep, reason=reason, now=now)
         dropped = self.tree.trim(node, node.num_blocks - keep)
         dropped.reverse()
         self.pool.reclaim(dropped)
         parent = node.parent
-        self._policy.dropped(node.id, node.num_blocks, may_return=is_eviction)
+        self._retention.dropped(
+            node, len(dropped), may_return=reason is not DropReason.RETIRED
+        )
         if (
             node.num_blocks == 0
             and parent is not None
             and parent.parent is not None
             and parent.is_leaf
             and parent.ref_count == 0
+            and not parent.root().is_retired
         ):
-            self._policy.became_evictable(parent.id, now=now)
+            self._retention.became_evictable(parent, now=now)
         return len(dropped)
+
+    def _kept_until(
+        self, lease: Lease, tokens: bytes, start: int, stop: int, now: float
+    ) -> tuple[float | None, int]:
+        """Return until when the run from `start` on is kept, and where that changes."""
+        until = None
+        for keep in self._keeps:
+            if (
+                keep.until <= now
+                or keep.namespace != lease.namespace
+                or keep.domain not in (PUBLIC, lease.domain)
+            ):
+                continue
+            limit = min(len(keep.tokens), len(tokens))
+            same = common_prefix_bytes(keep.tokens, 0, tokens, 0, limit)
+            end = same // self._block_bytes
+            if end > start:
+                stop = min(stop, end)
+                until = max(until or keep.until, keep.until)
+        return until, stop
+
+    def _check_public_budget(
+        self, namespace: bytes, prefix: bytes, num_blocks: int
+    ) -> None:
+        quotas = self._retention.quotas
+        if quotas is None:
+            return
+        # Upper bound: prefixes of one namespace may share blocks.
+        declared = sum(
+            len(each) for prefixes in self._public.values() for each in prefixes
+        )
+        whole = prefix[: num_blocks * self._block_bytes]
+        if whole not in self._public.get(namespace, ()):
+            declared += len(whole)
+        budget = quotas.config.public_blocks
+        if declared > budget * self._block_bytes:
+            raise ConfigError(
+                f"declared public prefixes of {declared // self._block_bytes} blocks "
+                f"exceed public_blocks of {budget}; raise it or declare less"
+            )
+
+    def _expect_queue(self, now: float) -> None:
+        """Find out which nodes the waiting requests would hit now."""
+        if self._queue is None:
+            return
+        places: dict[int, int] = {}
+        for place, waiting in enumerate(self._queue(now)):
+            match = self._match(waiting.namespace, waiting.domain, waiting.tokens)
+            if match.node is None:
+                continue
+            nodes = match.node.path()
+            if match.partial is not None:
+                nodes.append(match.partial.node)
+            for node in nodes:
+                places.setdefault(node.id, place)
+        self._retention.expect(places, now=now)
+
+    def _num_available_on(self, match: Match, domain: Domain) -> int:
+        """Return how many of the matched blocks are available to a domain as room."""
+        if match.node is None:
+            return 0
+        total = 0
+        for node in match.node.path():
+            if node.ref_count == 0 and self._retention.counts_as_available(
+                node, domain
+            ):
+                total += (
+                    match.num_node_blocks if node is match.node else node.num_blocks
+                )
+        return total
+
+    def _num_beyond(self, match: Match, domain: Domain) -> int:
+        """Return how many more available blocks pinning the copy's source takes."""
+        if match.partial is None:
+            return 0
+        source = match.partial.node
+        if source.ref_count or not self._retention.counts_as_available(source, domain):
+            return 0
+        if source is match.node:
+            return source.num_blocks - match.num_node_blocks
+        return source.num_blocks
 
     def _ends_in_span(self, node: Node, num_blocks: int) -> bool:
         """Whether a path cut after so many blocks of the node tells its span too late."""
@@ -791,27 +1037,6 @@ def _check_live(lease: Lease) -> None:
 
 def _ignore(event: CacheEvent) -> None:
     """Drop the event: nobody has subscribed."""
-
-
-def _num_unpinned_on(match: Match) -> int:
-    """Return how many of the matched blocks are cached, so far available to others."""
-    if match.node is None:
-        return 0
-    path = match.node.path()
-    total = sum(node.num_blocks for node in path if node.ref_count == 0)
-    if path and match.node.ref_count == 0:
-        total -= match.node.num_blocks - match.num_node_blocks
-    return total
-
-
-def _num_beyond(match: Match) -> int:
-    """Return how many more cached blocks pinning the copy's source would take."""
-    if match.partial is None or match.partial.node.ref_count:
-        return 0
-    source = match.partial.node
-    if source is match.node:
-        return source.num_blocks - match.num_node_blocks
-    return source.num_blocks
 
 
 def _descendants(root: Node) -> Iterator[Node]:

@@ -18,10 +18,17 @@ class CacheConfig:
 
     num_blocks: int
     block_size: int = 16  # tokens; small: finer sharing, large: cheaper bookkeeping
+    max_kept_share: float = 0.5  # of the blocks, that an operator may keep
 
     def __post_init__(self) -> None:
         for field in ("num_blocks", "block_size"):
             _at_least(field, getattr(self, field), 1)
+        is_number = isinstance(self.max_kept_share, int | float)
+        if not is_number or not 0.0 <= self.max_kept_share <= 1.0:
+            raise ConfigError(
+                f"max_kept_share must be a number in [0, 1], "
+                f"got {self.max_kept_share!r:.80}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +40,15 @@ class SchedulerConfig:
     max_request_tokens: int | None = None  # prompt + output; None: as the cache allows
     max_steps_awaiting: int = 256  # steps a request waits for another's prefill
     watermark: float = 0.01  # share of blocks that admission leaves for growth
+    # Waiting requests, from the front, whose cached prefixes go late when memory is
+    # short; 0: eviction does not look at the queue.
+    lookahead: int = 32
 
     def __post_init__(self) -> None:
         for field in ("token_budget", "max_num_running"):
             _at_least(field, getattr(self, field), 1)
         _at_least("max_steps_awaiting", self.max_steps_awaiting, 0)
+        _at_least("lookahead", self.lookahead, 0)
         if self.max_request_tokens is not None:
             _at_least("max_request_tokens", self.max_request_tokens, 2)
         if self.max_num_running > self.token_budget:

@@ -10,7 +10,23 @@ from enum import Enum
 
 from stemkv.core.identity import Domain
 
-__all__ = ["LedgerEntry", "Miss", "MissReason", "Regret", "first", "without"]
+__all__ = [
+    "DropReason",
+    "LedgerEntry",
+    "Miss",
+    "MissReason",
+    "Regret",
+    "first",
+    "without",
+]
+
+
+class DropReason(Enum):
+    """Why published blocks left the cache."""
+
+    EVICTED = "evicted"  # to make room, or because their domain was over its cap
+    REFUSED = "refused"  # not retained: their caller said they are used once
+    RETIRED = "retired"  # must not be used any more
 
 
 class MissReason(Enum):
@@ -20,6 +36,7 @@ class MissReason(Enum):
     IDENTITY_DIFFERS = "identity_differs"  # another namespace has or had them
     OTHER_DOMAIN = "other_domain"  # another domain of this namespace has or had them
     EVICTED = "evicted"  # the request could have found them earlier
+    NOT_RETAINED = "not_retained"  # dropped after use, as their caller said
     NOT_YET_COMPUTED = "not_yet_computed"  # somebody was computing them just then
     BELOW_BLOCK = "below_block"  # end of the prompt: no whole block, or its last token
     UNSHARABLE = "unsharable"  # the request shares with nobody

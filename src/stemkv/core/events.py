@@ -14,6 +14,7 @@ from stemkv.core.request import FinishReason, RequestId, TokenCounts
 __all__ = [
     "BlocksEvicted",
     "BlocksPublished",
+    "BlocksRefused",
     "BlocksRetired",
     "CacheEvent",
     "Event",
@@ -41,6 +42,15 @@ class BlocksPublished:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksEvicted:
     """Cached blocks were dropped to reuse their memory."""
+
+    now: float
+    domain: Domain
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksRefused:
+    """Blocks were not retained after their last use, as their caller had said."""
 
     now: float
     domain: Domain
@@ -134,7 +144,7 @@ class RequestAborted:
     num_preemptions: int
 
 
-CacheEvent = BlocksPublished | BlocksEvicted | BlocksRetired
+CacheEvent = BlocksPublished | BlocksEvicted | BlocksRefused | BlocksRetired
 Event = (
     CacheEvent
     | RequestAdmitted

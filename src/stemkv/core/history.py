@@ -7,7 +7,7 @@ of blocks, leases or policies.
 One tree for all namespaces and domains, so that a miss can be traced to another domain
 (what isolation costs) or to another identity (what a rollout or an adapter costs).
 A holder is a namespace with a domain in it; for each holder a node notes per block
-since when it is gone: `_NEVER`, `_RESIDENT`, or the time it left. Of all others it notes
+since when it is gone: `_NEVER`, `_REFUSED`, `_RESIDENT`, or the time it left. Of all others it notes
 only that some domain of a namespace had the block, so that a look costs the same
 whoever else has the text. And it keeps the
 accounts of what left: its runs are cut where prompts part, not where an eviction
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
 __all__ = ["Booking", "History", "Past", "PastRun"]
 
 _NEVER = -math.inf  # this holder never had the block
+_REFUSED = -sys.float_info.max  # dropped after use: before any time, after never
 _RESIDENT = math.inf
 _MAX_NAMESPACES = 8  # noted for one run; the longest unchanged goes
 
@@ -48,6 +50,7 @@ class Past:
     # When its own or the public copy was evicted; inf: it is resident, or was dropped
     # because it must not be used.
     left_s: float | None = None
+    is_refused: bool = False  # it was dropped after use, as its caller had said
     is_other_domain: bool = False
     other_namespace: bytes | None = None
 
@@ -134,9 +137,12 @@ class History:
         start: int,
         stop: int,
         now: float,
+        *,
+        is_refused: bool = False,
     ) -> None:
         """Note that blocks `start … stop - 1` of `tokens` are not resident any more."""
-        self._mark(namespace, domain, tokens, start, stop, now)
+        when = _REFUSED if is_refused else now
+        self._mark(namespace, domain, tokens, start, stop, when)
         self._forget()  # what was forgotten while resident is remembered again
 
     def past(
@@ -438,6 +444,8 @@ def _pasts(node: _Node, own: Holder, low: int, high: int) -> Iterator[PastRun]:
 def _past(values: Sequence[float], others: list[bytes]) -> Past:
     mine, public, is_seen, *is_elsewhere = values
     left_s = max(mine, public)  # of two copies the one that stayed longer
+    if left_s == _REFUSED:
+        return Past(is_refused=True)
     if left_s != _NEVER:
         return Past(left_s=left_s)
     if is_seen:

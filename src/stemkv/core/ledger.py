@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 
 from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel
-from stemkv.core.entry import LedgerEntry, Miss, MissReason, Regret, first, without
+from stemkv.core.entry import (
+    DropReason,
+    LedgerEntry,
+    Miss,
+    MissReason,
+    Regret,
+    first,
+    without,
+)
 from stemkv.core.history import Booking, History
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
@@ -447,12 +455,9 @@ class Ledger:
         account.add(upper)
 
     def dropping(
-        self, node: Node, num_kept: int, *, is_eviction: bool, now: float
+        self, node: Node, num_kept: int, *, reason: DropReason, now: float
     ) -> None:
-        """Book that a node is about to lose all but its first `num_kept` blocks.
-
-        `is_eviction`: to make room, and not because they must not be used any more.
-        """
+        """Book that a node is about to lose all but its first `num_kept` blocks."""
         num_dropped = node.num_blocks - num_kept
         name = account_of(node.domain, node.owner)
         self._move(name, now, cached=-num_dropped)
@@ -461,11 +466,13 @@ class Ledger:
         if num_kept:
             cut = account.start + num_kept * self.block_size
             self._prefixes[node.id] = account.split_off(cut)
-        if is_eviction:
+        if reason is DropReason.EVICTED:
             account.num_evicted_blocks += num_dropped
             self._accounts[name].num_evicted_blocks += num_dropped
+        elif reason is DropReason.REFUSED:
+            self._accounts[name].num_refused_blocks += num_dropped
         booking = self._booking(node, account)
-        if is_eviction:
+        if reason is not DropReason.RETIRED:
             # What must not be used any more has no time at which it left: to ask for it
             # again is no regret.
             self._history.left(
@@ -475,6 +482,7 @@ class Ledger:
                 booking.start,
                 booking.stop,
                 now,
+                is_refused=reason is DropReason.REFUSED,
             )
         self._history.book(booking)
 
@@ -556,7 +564,9 @@ class Ledger:
                     continue
                 past = run.past
                 names: tuple[str, ...] = ()
-                if past.left_s is not None:
+                if past.is_refused:
+                    reason = MissReason.NOT_RETAINED
+                elif past.left_s is not None:
                     reason = MissReason.EVICTED
                     if math.isfinite(past.left_s):
                         regrets.append(Regret(end - start, now - past.left_s))

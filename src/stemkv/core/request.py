@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType
 
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES, TokenIds
@@ -72,6 +73,7 @@ class RequestSpec:
     start_position: int = 0  # position of the first token
     # On whose account its blocks are; `None`: the name of the domain.
     tenant: str | None = None
+    hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
         if not self.request_id or "#" in self.request_id:

@@ -27,11 +27,12 @@ until the driver, once the earlier ones have ended, calls `lift_fence`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import islice
 
-from stemkv.core.cache import PrefixCache
+from stemkv.core.cache import PrefixCache, Waiting
 from stemkv.core.config import SchedulerConfig
 from stemkv.core.events import (
     Event,
@@ -103,6 +104,8 @@ class Scheduler:
         self._pending: StepPlan | None = None
         self._events: list[Event] = []
         cache.subscribe(self._events.append)
+        if config.lookahead:
+            cache.watch_queue(self._first_waiting)
 
     # Questions
 
@@ -430,6 +433,7 @@ class Scheduler:
             len(self._order),
             self._num_places,  # a sample may end and leave all its blocks to others
             cache.num_available_blocks,
+            cache.num_lendable_blocks,
             cache.tree.num_nodes,
             cache.tree.num_blocks,  # a match can be longer where a node has grown
         )
@@ -549,6 +553,11 @@ class Scheduler:
 
     # Admission
 
+    def _first_waiting(self, now: float) -> Iterator[Waiting]:
+        """Yield what the first waiting requests will look up, for eviction to know."""
+        for request in islice(self._order.candidates(now), self.config.lookahead):
+            yield Waiting(request.namespace, request.spec.domain, request.tokens)
+
     def _admit(self, step: _Step, now: float) -> None:
         self._blocked_at = None
         is_awaiting = False
@@ -570,6 +579,7 @@ class Scheduler:
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
                 owner=request.spec.owner,
+                hints=request.spec.hints,
                 now=now,
             )
             if lease is None:
@@ -892,6 +902,9 @@ class Scheduler:
         self._num_in_flight[root] -= 1
         if self._num_in_flight[root] == 0:
             del self._num_in_flight[root]
+            hints = request.spec.hints
+            if hints.ends_session and hints.session is not None:
+                self.cache.end_session(request.spec.domain, hints.session, now)
 
     def _book_end(self, ledger: Ledger, request: Request, now: float) -> None:
         counts = request.counts
@@ -941,11 +954,15 @@ class Scheduler:
             )
         num_blocks = self.cache.num_blocks_for(request.max_tokens)
         total = self.cache.pool.num_total
-        if num_blocks > total:
+        most = self.cache.most_blocks(
+            request.namespace, request.spec.domain, request.tokens
+        )
+        if num_blocks > most:
+            others = f" less {total - most} promised to others" if most < total else ""
             raise PromptTooLong(
                 f"{num_prompt} prompt tokens + max_new_tokens {num_new} need "
-                f"{num_blocks} blocks but the cache has {total}; raise num_blocks, "
-                f"shorten the prompt or lower max_new_tokens",
+                f"{num_blocks} blocks but the cache has {total}{others}; raise "
+                f"num_blocks, shorten the prompt or lower max_new_tokens",
                 field="prompt",
             )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from stemkv.core.hints import Hints
 from stemkv.core.identity import Domain
 from stemkv.core.tree import Node
 
@@ -86,7 +87,9 @@ class Lease:
         "copy",
         "copy_source",
         "domain",
+        "first_ephemeral_block",
         "hint",
+        "hints",
         "is_cut_off",
         "is_released",
         "key_state",
@@ -105,26 +108,30 @@ class Lease:
         namespace: bytes | None,
         domain: Domain,
         owner: str,
+        hints: Hints,
         hint: int,
-        node: Node | None,
-        table: BlockTable,
-        num_published_blocks: int,
-        num_matched_tokens: int,
+        first_ephemeral_block: int | None,
         num_public_blocks: int,
-        copy: BlockCopy | None,
-        copy_source: Node | None,
     ) -> None:
         self.namespace = namespace  # None: shares with nobody
         self.domain = domain
         self.owner = owner  # tenant who pays for what it holds and publishes
+        self.hints = hints
         self.hint = hint  # digit that the eviction policy is given
-        self.key_state = (0, 0)  # blocks, and the checksum of their tokens
-        self.node = node  # deepest pinned node, the root if nothing matched
-        self.table = table
-        self.num_published_blocks = num_published_blocks
-        self.num_matched_tokens = num_matched_tokens  # cached, partial block included
+        self.first_ephemeral_block = first_ephemeral_block  # None: there is none
         self.num_public_blocks = num_public_blocks  # leading blocks to publish for all
-        self.copy = copy  # must run before the first step of this lease
-        self.copy_source = copy_source  # node of its source, pinned until it has run
+        self.node: Node | None = None  # deepest pinned node, the root if none matched
+        self.table = BlockTable(array("i"))
+        self.num_published_blocks = 0
+        self.num_matched_tokens = 0  # cached, partial block included
+        self.key_state = (0, 0)  # blocks, and the checksum of their tokens
+        self.copy: BlockCopy | None = None  # must run before the lease's first step
+        # Node of its source, pinned until it has run.
+        self.copy_source: Node | None = None
         self.is_cut_off = False  # publishes nothing any more
         self.is_released = False
+
+    def is_ephemeral(self, index: int) -> bool:
+        """Whether the caller said that block `index` will be used once."""
+        start = self.first_ephemeral_block
+        return start is not None and index >= start

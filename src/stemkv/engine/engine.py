@@ -865,7 +865,7 @@ class Engine:
             return recorder.make_core(
                 cache_config, Lru(), scheduler_config, Fcfs(), ledger=self.ledger
             )
-        cache = PrefixCache(cache_config, Lru(), ledger=self.ledger)
+        cache = PrefixCache(cache_config, Lru, ledger=self.ledger)
         return cache, Scheduler(scheduler_config, cache, Fcfs())
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:

@@ -13,7 +13,7 @@ from stemkv.errors import InvariantError
 from stemkv.sim.hits import HitCounter, Hits
 from stemkv.sim.reuse import Reuses
 
-__all__ = ["clairvoyant", "clairvoyant_selective", "infinite"]
+__all__ = ["clairvoyant", "clairvoyant_selective", "infinite", "next_uses"]
 
 
 def infinite(reuses: Reuses, *, cost: CostModel | None = None) -> Hits:
@@ -97,7 +97,7 @@ class _Clairvoyant:
         self._num_resident = 0
         # By last use, in order of depth: (next use, start, end). A next use past the
         # last request means never.
-        self._next: list[list[tuple[int, int, int]]] = _next_uses(reuses)
+        self._next: list[list[tuple[int, int, int]]] = next_uses(reuses)
         self._by_next: dict[int, list[int]] = {}  # next use → its segments
         self._left: list[int] = []  # units of a segment that are resident
         # (-next use, -start, segment): the one needed last is on top, of those needed
@@ -150,8 +150,12 @@ class _Clairvoyant:
         return self._counter.hits(self._num_blocks)
 
 
-def _next_uses(reuses: Reuses) -> list[list[tuple[int, int, int]]]:
-    """Turn the runs round: by last toucher, when its units are touched next."""
+def next_uses(reuses: Reuses) -> list[list[tuple[int, int, int]]]:
+    """Turn the runs round: for each request, when its units are touched next.
+
+    By request `(next use, start, end)`, first units first, without gaps. The next use
+    of what nobody touches again is the number of requests. O(runs).
+    """
     result: list[list[tuple[int, int, int]]] = [[] for _ in reuses.runs]
     for index, runs in enumerate(reuses.runs):
         for run in runs:

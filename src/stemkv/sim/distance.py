@@ -12,16 +12,9 @@ the number of units touched by later requests, and of units before it on its own
 `reuse.Run` gives that for a run of units at once: one sum over requests, in a Fenwick
 tree, and places that go up by one.
 
-Differences from a replay:
-
-- Below `LruCurve.longest_request` blocks: a replay does not insert a request that is
-  longer than the cache, while the curve lets it push out everything but its own
-  leading units. From there on both are the same.
-- Where a prompt is a proper prefix of another one that is still resident: the tree puts
-  the two parts of an edge together again after the shorter request and gives the whole
-  the later use, so the longer one's tail stays longer than it should. The curve goes by
-  units. It takes a shorter prompt behind a longer one, not prompts that grow turn by
-  turn: `bench.replay` finds no difference in the conversation trace.
+A replay differs below `LruCurve.longest_request` blocks only: it does not insert a
+request that is longer than the cache, while the curve lets it push out everything but
+its own leading units. From there on both are the same.
 """
 
 from __future__ import annotations

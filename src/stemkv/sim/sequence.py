@@ -1,7 +1,9 @@
-"""A trace through the real cache, one request at a time and without a clock.
+"""A trace through the real cache, one request at a time: order only, no durations.
 
-Owns the walk and what it counts besides hits: by tenant, and whose KV whom it served.
-Knows no scheduler and no costs of waiting. "Now" is a request's place in the trace.
+Owns the walk and what it counts besides hits: by tenant, whose KV whom it served, and
+what was there once and had to be computed again. Knows no scheduler and no costs of
+waiting. "Now" is when a request arrived; where a trace has no clock, what was made up.
+It moves only policies that learn from times.
 
 One unit is one block of one token, so the cache compares unit ids as it compares tokens.
 A request is there alone: its path is pinned while it runs, whatever it lacks is
@@ -12,11 +14,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from stemkv.core.cache import PrefixCache
+from stemkv.core.cache import PrefixCache, Waiting
 from stemkv.core.config import CacheConfig
 from stemkv.core.cost import CostModel
 from stemkv.core.eviction.base import EvictionPolicy
@@ -24,9 +26,13 @@ from stemkv.core.eviction.lru import Lru
 from stemkv.core.identity import Domain
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TokenIds
+from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
-from stemkv.sim.hits import HitCounter, Hits
+from stemkv.sim.clairvoyant import Clairvoyant
+from stemkv.sim.hits import HitCounter, Hits, hit_tokens
+from stemkv.sim.reuse import Reuses, find_reuses
 from stemkv.sim.sharing import SharingRule
+from stemkv.sim.stopwatch import Stopwatch
 from stemkv.sim.trace import Trace, TraceRequest
 
 __all__ = ["SequenceResult", "TenantHits", "replay_sequence"]
@@ -46,17 +52,25 @@ class TenantHits:
     num_hit_requests: int
     input_tokens: int
     hit_tokens: int
+    regret_units: int
+    regret_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceResult:
-    """What a sequential replay found."""
+    """What a sequential replay found.
+
+    Regret is what a cache without limit would have hit and this one did not: it was
+    evicted and asked for again, or (see `num_too_long`) never inserted. Exact.
+    """
 
     hits: Hits
     num_requests: int
     num_hit_requests: int  # reused at least one token
     num_too_long: int  # longer than the cache: their hits count, they insert nothing
     num_evicted_units: int
+    regret_units: int
+    regret_tokens: int
     tenants: tuple[TenantHits, ...]  # by name
     # The writer is who put the copy there that was reused. After an eviction that is
     # whoever computed it anew: the one whose work was saved from being repeated.
@@ -77,14 +91,26 @@ def replay_sequence(
     rule: SharingRule,
     policy: EvictionPolicy | None = None,
     cost: CostModel | None = None,
+    reuses: Reuses | None = None,
+    lookahead: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SequenceResult:
     """Replay a trace in a cache of `num_blocks` units; `None` never evicts.
 
-    `policy` is a fresh one, `Lru` unless given. `progress` is told now and then how
-    many requests of how many are done.
+    `policy` is a fresh one, `Lru` unless given; a `Clairvoyant` is told which request
+    is served, also under a `Stopwatch`. `reuses` is what `find_reuses` says of this
+    trace and rule, for whoever replays them more than once. So many requests as
+    `lookahead` says, behind the one that runs, stand for the waiting queue; the cache
+    spares what they will hit. `progress` is told now and then how many requests of how
+    many are done.
     """
-    sequence = _Sequence(trace, num_blocks, rule, policy or Lru(), cost)
+    if lookahead < 0:
+        raise ConfigError(f"lookahead must be at least 0 requests, got {lookahead}")
+    if reuses is None:
+        reuses = find_reuses(trace, rule)
+    sequence = _Sequence(
+        reuses, num_blocks, rule, policy or Lru(), cost, lookahead=lookahead
+    )
     num_requests = len(trace.requests)
     for index, request in enumerate(trace.requests):
         sequence.serve(index, request)
@@ -100,12 +126,15 @@ class _Sequence:
 
     def __init__(
         self,
-        trace: Trace,
+        reuses: Reuses,
         num_blocks: int | None,
         rule: SharingRule,
         policy: EvictionPolicy,
         cost: CostModel | None,
+        *,
+        lookahead: int,
     ) -> None:
+        trace = reuses.trace
         if num_blocks is None:
             capacity = sum(len(request.units) for request in trace.requests)
         else:
@@ -116,7 +145,9 @@ class _Sequence:
         self._num_blocks = num_blocks
         self._capacity = capacity
         self._rule = rule
-        self._cache = PrefixCache(config, policy)
+        self._cache = PrefixCache(config, lambda: policy)
+        self._clairvoyant = _clairvoyant(policy)
+        self._reuses = reuses
         for namespace, prefixes in rule.public_prefixes(trace).items():
             for prefix in prefixes:
                 self._cache.declare_public(namespace, TokenIds.from_buffer(prefix))
@@ -129,16 +160,25 @@ class _Sequence:
         self._served: Counter[tuple[int, int]] = Counter()  # (writer, reader) → tokens
         self._num_hit_requests: Counter[str] = Counter()
         self._hit_tokens: Counter[str] = Counter()
+        self._regret_units: Counter[str] = Counter()
+        self._regret_tokens: Counter[str] = Counter()
         self._num_too_long = 0
+        self._now = 0.0
+        self._lookahead = lookahead
+        self._queue: deque[Waiting] = deque()  # behind the request that runs
+        self._num_queued = 0  # requests that are or were in the queue
+        if lookahead:
+            self._cache.watch_queue(self._waiting)
 
     def serve(self, index: int, request: TraceRequest) -> None:
         """Look up, insert and let go of one request."""
-        names = request.identity, request.tenant
-        if names not in self._places:
-            self._places[names] = self._rule.of(request)
-        namespace, domain = self._places[names]
+        namespace, domain = self._place(request)
         units = request.units
-        now = request.arrival_s
+        # A clock never goes back. In a trace that is out of order it stands still.
+        now = self._now = max(self._now, request.arrival_s)
+        self._fill_queue(index)
+        if self._clairvoyant is not None:
+            self._clairvoyant.serving(index)
         if len(units) > self._capacity:
             self._num_too_long += 1
             peek = self._cache.peek(namespace, domain, (units + _LAST).tobytes())
@@ -151,6 +191,9 @@ class _Sequence:
         self._count(index, request, lease)
         self._cache.publish(lease, tokens, len(units), now)
         self._cache.release(lease, now)
+        if self._clairvoyant is not None:
+            for depth in self._clairvoyant.cuts(len(units)):
+                self._cut(namespace, domain, units[:depth], now)
 
     def result(self) -> SequenceResult:
         """Return the sums so far."""
@@ -165,6 +208,8 @@ class _Sequence:
             num_hit_requests=self._num_hit_requests.total(),
             num_too_long=self._num_too_long,
             num_evicted_units=self._cache.usage().num_evicted_blocks,
+            regret_units=self._regret_units.total(),
+            regret_tokens=self._regret_tokens.total(),
             tenants=tuple(
                 TenantHits(
                     tenant=tenant,
@@ -172,6 +217,8 @@ class _Sequence:
                     num_hit_requests=self._num_hit_requests[tenant],
                     input_tokens=input_tokens[tenant],
                     hit_tokens=self._hit_tokens[tenant],
+                    regret_units=self._regret_units[tenant],
+                    regret_tokens=self._regret_tokens[tenant],
                 )
                 for tenant in self._tenants
             ),
@@ -184,6 +231,46 @@ class _Sequence:
                 for (writer, reader), tokens in sorted(self._served.items())
             ),
         )
+
+    def _place(self, request: TraceRequest) -> tuple[bytes, Domain]:
+        names = request.identity, request.tenant
+        if names not in self._places:
+            self._places[names] = self._rule.of(request)
+        return self._places[names]
+
+    def _fill_queue(self, index: int) -> None:
+        """Let those wait that come right behind request `index`."""
+        if not self._lookahead:
+            return
+        requests = self._trace.requests
+        if self._queue:
+            self._queue.popleft()  # it runs now
+        first = max(self._num_queued, index + 1)
+        self._num_queued = min(index + 1 + self._lookahead, len(requests))
+        for request in requests[first : self._num_queued]:
+            tokens = (request.units + _LAST).tobytes()
+            self._queue.append(Waiting(*self._place(request), tokens))
+
+    def _waiting(self, now: float) -> Iterable[Waiting]:
+        return self._queue
+
+    def _cut(
+        self, namespace: bytes, domain: Domain, units: array[int], now: float
+    ) -> None:
+        """Divide a resident edge behind these units, unless it ends there.
+
+        A match that ends inside an edge splits it, and nothing merges what the policy
+        keeps apart. The one block that this takes is there: no request holds any.
+        """
+        lease = self._cache.acquire(
+            namespace,
+            domain,
+            (units + _LAST).tobytes(),
+            num_slots=len(units) + 1,
+            now=now,
+        )
+        assert lease is not None, "nobody else holds blocks"
+        self._cache.release(lease, now)
 
     def _count(self, index: int, request: TraceRequest, lease: Lease) -> None:
         """Count what the lease found, and take what it lacks for this tenant's work."""
@@ -202,3 +289,17 @@ class _Sequence:
             self._served[writer_of[block_ids[found - 1]], reader] += of_last
         for block_id in block_ids[found:]:
             writer_of[block_id] = reader
+        runs = self._reuses.runs[index]
+        if runs and runs[-1].end > found:
+            seen = runs[-1].end
+            self._regret_units[request.tenant] += seen - found
+            self._regret_tokens[request.tenant] += (
+                hit_tokens(request, seen, self._trace.unit_size) - tokens
+            )
+
+
+def _clairvoyant(policy: EvictionPolicy) -> Clairvoyant | None:
+    """Return the policy that wants to know which request is served, if it is one."""
+    if isinstance(policy, Stopwatch):
+        policy = policy.policy
+    return policy if isinstance(policy, Clairvoyant) else None

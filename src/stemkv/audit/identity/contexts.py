@@ -239,7 +239,7 @@ def make_case(base: ComputeIdentity, facts: KeyContext, prompt: Prompt) -> Case:
 def make_cache(*, block_size: int, num_tokens: int) -> PrefixCache:
     """Return an empty cache for that many tokens of several requests."""
     num_blocks = -(-num_tokens // block_size)
-    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru())
+    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru)
 
 
 def write(cache: PrefixCache, case: Case) -> None:

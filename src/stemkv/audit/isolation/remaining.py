@@ -84,7 +84,7 @@ class _Scene:
 
     def __init__(self) -> None:
         config = CacheConfig(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE)
-        self._cache = PrefixCache(config, Lru())
+        self._cache = PrefixCache(config, Lru)
         self._now = 0.0
 
     @property

@@ -1,0 +1,110 @@
+"""What a caller may say about the future of a prompt. Safe when wrong.
+
+Owns the hints and how a declared next use becomes a digit that an eviction policy can
+learn the truth of. A hint never changes what may be shared or what a request computes:
+a wrong one costs hits, and first of all those of whoever gave it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Final
+
+from stemkv.errors import RequestError
+
+__all__ = ["NO_HINTS", "HintDigits", "Hints"]
+
+_NEXT_USE_EDGES = (15.0, 60.0, 300.0)  # seconds
+_NUM_BUCKETS = len(_NEXT_USE_EDGES) + 2  # the last one: never
+_MAX_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What the caller of one request knows; all of it optional."""
+
+    # Requests that continue one another. Names are the domain's own: two domains with
+    # one name have two sessions.
+    session: str | None = None
+    ends_session: bool = False  # nothing will continue it: its blocks go first
+    # Seconds from the end of the request until its prompt is used again; inf: never.
+    next_use_s: float | None = None
+    # Tokens from this position on are used once: not retained after their last lease.
+    ephemeral_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.session is not None and (
+            not isinstance(self.session, str) or not self.session
+        ):
+            raise RequestError(
+                f"hints.session must be a non-empty text, got {self.session!r:.80}",
+                field="hints.session",
+            )
+        if not isinstance(self.ends_session, bool):
+            raise RequestError(
+                f"hints.ends_session must be true or false, "
+                f"got {self.ends_session!r:.80}",
+                field="hints.ends_session",
+            )
+        if self.ends_session and self.session is None:
+            raise RequestError(
+                "hints.ends_session needs hints.session, to know which one ends",
+                field="hints.ends_session",
+            )
+        seconds = self.next_use_s
+        if seconds is not None and (
+            not isinstance(seconds, int | float)
+            or isinstance(seconds, bool)
+            or math.isnan(seconds)
+            or seconds < 0
+        ):
+            raise RequestError(
+                f"hints.next_use_s must be seconds of at least 0, or inf for never, "
+                f"got {seconds!r:.80}",
+                field="hints.next_use_s",
+            )
+        start = self.ephemeral_from
+        if start is not None and (
+            not isinstance(start, int) or isinstance(start, bool) or start < 0
+        ):
+            raise RequestError(
+                f"hints.ephemeral_from must be a token position of at least 0, "
+                f"got {start!r:.80}",
+                field="hints.ephemeral_from",
+            )
+
+
+NO_HINTS: Final = Hints()
+
+
+class HintDigits:
+    """Gives each declared next use a digit: by how soon, and by who says so.
+
+    A policy that learns digit by digit finds out how true each tenant's words are, so
+    that one who lies makes its own hint worthless and nobody else's. Only the first
+    seven tenants that declare anything have digits of their own; all others share one
+    group. 0 is the digit of those who say nothing.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, int] = {}
+
+    def of(self, tenant: str, hints: Hints) -> int:
+        """Return the digit of a request."""
+        seconds = hints.next_use_s
+        if seconds is None:
+            return 0
+        group = self._groups.get(tenant)
+        if group is None:
+            group = len(self._groups)
+            if group >= _MAX_GROUPS - 1:
+                group = _MAX_GROUPS - 1
+            else:
+                self._groups[tenant] = group
+        if seconds == math.inf:
+            bucket = _NUM_BUCKETS - 1
+        else:
+            bucket = bisect_right(_NEXT_USE_EDGES, seconds)
+        return 1 + group * _NUM_BUCKETS + bucket
