@@ -17,11 +17,12 @@ from typing import Any
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import Lru
+from stemkv.core.eviction import EvictionPolicy, Lru
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES, Span, TokenIds
 from stemkv.core.tree import Node
+from tests.core.picture import picture
 
 NAMESPACE = b"n" * 32
 OTHER_NAMESPACE = b"o" * 32
@@ -86,8 +87,19 @@ def weakened(buffer: bytes, num_alike: int) -> bytes:
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
-def build_cache(*, num_blocks: int, block_size: int) -> PrefixCache:
-    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru)
+def build_cache(
+    *,
+    num_blocks: int,
+    block_size: int,
+    make_policy: Callable[[], EvictionPolicy] = Lru,
+) -> PrefixCache:
+    config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+    return PrefixCache(config, make_policy)
+
+
+def policy_of(cache: PrefixCache) -> EvictionPolicy:
+    """The policy of a cache without quotas."""
+    return cache._retention._common.policy
 
 
 def acquire(
@@ -199,8 +211,7 @@ def _children(node: Node) -> Iterator[Node]:
 
 def snapshot(cache: PrefixCache) -> dict[str, Any]:
     """Every bit of state of cache, pool, tree and policy, comparable with `==`."""
-    tree, pool, policy = cache.tree, cache.pool, cache._policy
-    assert isinstance(policy, Lru)
+    tree, pool = cache.tree, cache.pool
     roots = [*tree.roots().values(), *tree.retired_roots()]
     return {
         "free": pool.free_block_ids(),
@@ -212,10 +223,9 @@ def snapshot(cache: PrefixCache) -> dict[str, Any]:
         "nodes": [_picture(node) for node in [*roots, *tree.nodes()]],
         "next_node_id": tree._next_id,
         "num_tree_blocks": (tree.num_blocks, tree.num_pinned_blocks),
-        "last_used": dict(policy._last_used),
-        "evictable": set(policy._evictable),
-        "heap": list(policy._heap),
-        "in_heap": set(policy._in_heap),
+        "retention": picture(cache._retention),
+        "tick": cache._tick,
+        "key_spaces": repr(cache._key_spaces),
         "public": repr(cache._public),
         "usage": cache.usage(),
     }
@@ -316,6 +326,7 @@ __all__ = [
     "cached",
     "count_calls",
     "hold",
+    "policy_of",
     "resident",
     "resident_block",
     "serve",

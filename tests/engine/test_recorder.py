@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stemkv.core import PrefixCache, Scheduler
+from stemkv.core.policies import EvictionConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recorder import StepRecorder
 from stemkv.errors import ConfigError, PromptTooLong
@@ -63,7 +64,8 @@ def test_the_log_tells_prompts_outputs_and_every_step_in_order() -> None:
 
     assert log.header.cache == engine.cache.config
     assert log.header.scheduler == engine.scheduler.config
-    assert (log.header.eviction, log.header.order) == ("lru", "fcfs")
+    assert (log.header.eviction, log.header.order) == (EvictionConfig(), "fcfs")
+    assert (log.header.quotas, log.header.block_seconds) == (None, None)
     (spec,) = log.specs
     assert (spec.request_id, list(spec.prompt)) == ("r", random_ids(30))
     steps = log.steps()

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.eviction import Lru
-from stemkv.core.identity import Domain
+from stemkv.core.hints import Hints
+from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.order import Fcfs
-from stemkv.core.plan import Sample
+from stemkv.core.plan import Sample, StepResult
+from stemkv.core.policies import EvictionConfig
+from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.request import FinishReason, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.table import BlockCopy
@@ -35,12 +38,14 @@ from stemkv.measure.steplog import (
     Declared,
     Fenced,
     FenceLifted,
+    Kept,
     NamespaceReset,
     NamespaceRetired,
     Planned,
     PlannedChunk,
     PlanRecord,
     Restarted,
+    SessionEnded,
     StepLog,
     StepLogHeader,
     StepLogWriter,
@@ -51,8 +56,17 @@ HEADER = StepLogHeader(
     model="tiny",
     cache=CacheConfig(num_blocks=7, block_size=4),
     scheduler=SchedulerConfig(token_budget=64, max_request_tokens=99, watermark=0.25),
-    eviction="lru",
+    eviction=EvictionConfig(name="gdsf", objective="seconds"),
     order="fcfs",
+    quotas=QuotaConfig(
+        quotas={
+            Domain.private("ann"): Quota(floor_blocks=2, cap_blocks=3, weight=1.5),
+            Domain.group("ann"): Quota(),
+        },
+        default=Quota(cap_blocks=1),
+        public_blocks=1,
+    ),
+    block_seconds=(0.1, 0.1 + 0.2, 1e-9),
 )
 
 times = st.floats(-1e6, 1e6)
@@ -65,6 +79,16 @@ prompts = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(
 )
 domains = st.one_of(names.map(Domain.private), names.map(Domain.group))
 reasons = st.sampled_from(FinishReason)
+hints = st.one_of(
+    st.just(Hints()),
+    st.builds(
+        Hints,
+        session=names,
+        ends_session=st.booleans(),
+        next_use_s=st.none() | st.floats(0, 1e9) | st.just(float("inf")),
+        ephemeral_from=st.none() | st.integers(0, 99),
+    ),
+)
 specs = st.builds(
     RequestSpec,
     request_id=names.map(RequestId),
@@ -77,8 +101,13 @@ specs = st.builds(
     adapter=st.none() | names,
     start_position=st.integers(0, 99),
     tenant=st.none() | names,
+    hints=hints,
 )
-states = st.builds(CoreState, **{f.name: counts for f in fields(CoreState)})
+digests = st.text("0123456789abcdef", max_size=8)
+states = st.builds(
+    CoreState,
+    **{f.name: digests if f.name == "digest" else counts for f in fields(CoreState)},
+)
 plans = st.builds(
     PlanRecord,
     step=counts,
@@ -89,7 +118,7 @@ plans = st.builds(
     chunks=st.lists(
         st.builds(PlannedChunk, ids, counts, counts, counts, counts), max_size=3
     ).map(tuple),
-    digest=st.text("0123456789abcdef", max_size=8),
+    digest=digests,
 )
 samples = st.builds(Sample, st.integers(-5, 2**31), st.none() | reasons)
 between: list[st.SearchStrategy[Any]] = [
@@ -109,6 +138,15 @@ between: list[st.SearchStrategy[Any]] = [
     st.builds(FenceLifted, epoch=counts),
     st.builds(NamespaceRetired, now=times, namespace=namespaces),
     st.builds(NamespaceReset, now=times, namespace=namespaces),
+    st.builds(SessionEnded, now=times, domain=domains, session=names),
+    st.builds(
+        Kept,
+        now=times,
+        namespace=namespaces,
+        domain=domains | st.just(PUBLIC),
+        prefix=prompts,
+        until=times,
+    ),
 ]
 ends: list[st.SearchStrategy[Any]] = [
     st.builds(
@@ -125,6 +163,11 @@ steps = st.tuples(
 calls = st.lists(st.one_of(*between).map(lambda call: [call]) | steps, max_size=6).map(
     lambda groups: tuple(call for group in groups for call in group)
 )
+
+
+def state_of(count: int) -> CoreState:
+    values: dict[str, Any] = {f.name: count for f in fields(CoreState)}
+    return CoreState(**values | {"digest": "0f"})
 
 
 def written(*calls: Call) -> list[str]:
@@ -153,6 +196,7 @@ def test_no_field_of_anything_recorded_is_left_out() -> None:
     """A new field of a spec or a config must get a codec, or a log repeats badly."""
     forms = [steplog._HEADER, steplog._CACHE, steplog._SCHEDULER, steplog._SPEC]
     forms += [steplog._PLAN, steplog._STATE, *steplog._FORMS.values()]
+    forms += [steplog._EVICTION, steplog._QUOTAS, steplog._QUOTA, steplog._HINTS]
     for form in forms:
         assert is_dataclass(form.make)
         assert {f.name for f in fields(form.make)} == set(form.codecs), form.make
@@ -161,12 +205,12 @@ def test_no_field_of_anything_recorded_is_left_out() -> None:
 def test_the_header_says_that_token_ids_are_in_the_log() -> None:
     header = json.loads(written()[0])
 
-    assert header["schema"] == "stemkv.steplog/1"
+    assert header["schema"] == "stemkv.steplog/2"
     assert "token ids of prompts and outputs" in header["contains"]
 
 
 def test_steps_are_plans_with_what_came_of_them() -> None:
-    state = CoreState(**{f.name: 1 for f in fields(CoreState)})
+    state = state_of(1)
     plans = [
         PlanRecord(step=step, now=float(step), copies=(), chunks=(), digest="")
         for step in range(3)
@@ -218,6 +262,46 @@ def test_a_plan_s_digest_tells_block_tables_apart() -> None:
     assert PlanRecord.of(plan, scheduler) == record
     assert other.chunks == record.chunks
     assert other.digest != record.digest
+
+
+def test_a_plan_s_digest_and_a_state_s_tell_which_blocks_are_free() -> None:
+    """All counts are equal; the two cached blocks that are left are not."""
+    left = [after_evicting(policy) for policy in (Lru, MostRecent)]
+
+    assert left[0][0] == left[1][0]
+    for one, other in zip(*(each[1] for each in left), strict=True):
+        assert replace(one, digest="") == replace(other, digest="")
+        assert one.digest != other.digest
+
+
+class MostRecent(Lru):
+    """Gives the leaf that was used last."""
+
+    def became_evictable(self, node_id: int, *, now: float) -> None:
+        self._leaves.add(node_id, (-self._last_used[node_id], -node_id))
+
+
+def after_evicting(policy: type[Lru]) -> tuple[str, tuple[PlanRecord, CoreState]]:
+    """The records of a core in which two of four cached blocks were evicted."""
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
+    for index in range(4):
+        scheduler.add(
+            RequestSpec(
+                request_id=RequestId(f"r{index}"),
+                prompt=TokenIds.from_ids([index]),
+                max_new_tokens=1,
+                arrival_s=0.0,
+                domain=Domain.private("a"),
+                namespace=b"n",
+            )
+        )
+        plan = scheduler.schedule(float(index))
+        done = {chunk.request_id: (Sample(0),) for chunk in plan.chunks}
+        scheduler.commit(plan, StepResult(done), float(index))
+    cache.evict(2, 9.0)
+    record = PlanRecord.of(scheduler.schedule(9.0), scheduler)
+    return repr(cache.usage()), (record, CoreState.of(scheduler))
 
 
 # Spans
@@ -286,6 +370,11 @@ def with_spec(**changes: Any) -> dict[str, Any]:
     return document | {"spec": document["spec"] | changes}
 
 
+def hint_line(**changes: Any) -> dict[str, Any]:
+    hints = Hints(session="s", next_use_s=float("inf"))
+    return steplog._HINTS.encode(hints) | changes
+
+
 def without_spec(name: str) -> dict[str, Any]:
     document = spec_line()
     del document["spec"][name]
@@ -318,6 +407,16 @@ def without_spec(name: str) -> dict[str, Any]:
         (with_spec(domain=["friends", "x"]), "spec.domain: 'friends' is not a valid"),
         (with_spec(domain="a"), "spec.domain: must be a list of kind and name"),
         ({"kind": "commit"}, "missing"),
+        (
+            with_spec(hints={"session": "s"}),
+            "spec.hints.ends_session: missing",
+        ),
+        (with_spec(hints=hint_line(next_use_s="soon")), "next_use_s: must be a number"),
+        (with_spec(hints=hint_line(ends_session=1)), "ends_session: must be true"),
+        (
+            with_spec(hints=hint_line(session=None, ends_session=True)),
+            "spec.hints: hints.ends_session needs hints.session",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -338,7 +437,7 @@ def plan_line(line: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spoil, problem",
     [
-        (lambda lines: lines[1:], ":1: schema: must be 'stemkv.steplog/1', got None"),
+        (lambda lines: lines[1:], ":1: schema: must be 'stemkv.steplog/2', got None"),
         (lambda lines: [], ": empty"),
         (lambda lines: ["{", *lines], ":1: not JSON"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], ":3: not JSON"),
@@ -353,6 +452,19 @@ def plan_line(line: dict[str, Any]) -> dict[str, Any]:
             lambda lines: [lines[0].replace('"block_size":4', '"block_size":0')],
             ":1: cache: block_size must be at least 1",
         ),
+        (
+            lambda lines: [lines[0].replace('"gdsf"', '"oracle"')],
+            ":1: eviction: eviction must be one of reuse_index",
+        ),
+        (
+            lambda lines: [lines[0].replace('["group","ann"]', '["private","ann"]')],
+            ":1: quotas.quotas: must name a domain once",
+        ),
+        (
+            lambda lines: [lines[0].replace("steplog/2", "steplog/1")],
+            ":1: schema: must be 'stemkv.steplog/2', got 'stemkv.steplog/1', which does "
+            "not say how blocks were evicted; record the log with this version",
+        ),
     ],
     ids=[
         "headless",
@@ -364,12 +476,15 @@ def plan_line(line: dict[str, Any]) -> dict[str, Any]:
         "plans",
         "row",
         "size",
+        "policy",
+        "quota",
+        "old",
     ],
 )
 def test_a_log_that_is_no_log_is_refused(
     spoil: Callable[[list[str]], list[str]], problem: str
 ) -> None:
-    state = CoreState(**{f.name: 0 for f in fields(CoreState)})
+    state = state_of(0)
     plan = PlanRecord(step=0, now=0.0, copies=(), chunks=(), digest="")
     lines = written(Planned(plan=plan), Committed(now=1.0, samples={}, state=state))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from array import array
 from pathlib import Path
 from typing import Literal
@@ -62,6 +63,12 @@ def traces(draw: st.DrawFn) -> Trace:
                 if parent is not None
                 else 0.0,
                 is_opaque=is_opaque,
+                ends_session=session is not None and draw(st.booleans()),
+                next_use_s=draw(
+                    st.sampled_from([None, math.inf])
+                    | st.integers(0, 10**6).map(lambda ms: ms / 1000)
+                ),
+                ephemeral_from=draw(st.none() | st.integers(0, 99)),
             )
         )
     return Trace(

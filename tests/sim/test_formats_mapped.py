@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,59 @@ def test_broken_json_behind_a_mapped_path_is_told_as_what_it_is(
 
     with pytest.raises(TraceError, match="not a JSON value"):
         read_trace(path, fields={"tenant": "meta.team"})
+
+
+# What senders said of the future
+
+
+def test_hints_are_read_where_our_own_export_puts_them(tmp_path: Path) -> None:
+    lines = [
+        record(session_id="s", next_use_s=2.5),
+        record(session_id="s", next_use_s="never", ephemeral_from=100),
+        record(session_id="s", ends_session=True),
+        record(),
+    ]
+
+    requests = read_trace(write_jsonl(tmp_path, *lines)).requests
+
+    assert [each.next_use_s for each in requests] == [2.5, math.inf, None, None]
+    assert [each.ephemeral_from for each in requests] == [None, 100, None, None]
+    assert [each.ends_session for each in requests] == [False, False, True, False]
+
+
+def test_hints_of_any_log_can_be_mapped(tmp_path: Path) -> None:
+    line = record(say={"last": True, "again": 1_500, "once": 7})
+    fields = {
+        "ends_session": "say.last",
+        "next_use": "say.again:ms",
+        "ephemeral_from": "say.once",
+    }
+
+    (request,) = read_trace(write_jsonl(tmp_path, line), fields=fields).requests
+
+    assert (request.next_use_s, request.ephemeral_from) == (1.5, 7)
+    assert request.ends_session
+
+
+def test_who_ends_a_session_without_a_name_was_all_of_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, mooncake(request_id="alone", ends_session=True))
+
+    (request,) = read_trace(path).requests
+
+    assert (request.session, request.ends_session) == ("alone", True)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("next_use_s", -1), ("next_use_s", "soon"), ("ephemeral_from", -2)],
+)
+def test_a_hint_that_makes_no_sense_is_a_bad_line(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    trace = read_trace(write_jsonl(tmp_path, record(), record(**{field: value})))
+
+    assert len(trace.requests) == 1
+    assert [problem.field for problem in trace.problems] == [field]
 
 
 # Files that are not quite what they look like

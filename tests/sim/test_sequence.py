@@ -14,7 +14,7 @@ from stemkv.sim.reuse import find_reuses
 from stemkv.sim.sequence import SequenceResult, replay_sequence
 from stemkv.sim.sharing import SharingRule
 from tests.sim.depth_cost import DepthCost
-from tests.sim.small_traces import Drawn, paths, random_traces, rules, trace
+from tests.sim.small_traces import Drawn, Unit, paths, random_traces, rules, trace
 
 FREELY = settings(deadline=None)  # a busy machine is no failure
 
@@ -290,6 +290,41 @@ def test_a_policy_that_learns_from_times_needs_no_clock_to_run(
     assert first == second
 
 
+def naive_hits_with_queue(
+    requests: list[list[Unit]], num_blocks: int, lookahead: int
+) -> int:
+    """Evict unit by unit: what nobody waits for, oldest first; then the latest place."""
+    last_used: dict[Unit, int] = {}  # of what is resident
+
+    def num_found(path: list[Unit]) -> int:
+        return next(
+            (at for at, unit in enumerate(path) if unit not in last_used), len(path)
+        )
+
+    hits = 0
+    for now, path in enumerate(requests):
+        found = num_found(path)
+        hits += found
+        kept = path if len(path) <= num_blocks else path[:found]
+        while len(last_used) + len(kept) - found > num_blocks:
+            places: dict[Unit, int] = {}
+            for place, other in enumerate(requests[now + 1 : now + 1 + lookahead]):
+                for unit in other[: num_found(other)]:
+                    places.setdefault(unit, place)
+            del last_used[
+                max(
+                    last_used.keys() - set(path),
+                    key=lambda unit: (
+                        places.get(unit, len(requests)),
+                        -last_used[unit] if unit not in places else 0,
+                        len(unit[2]),
+                    ),
+                )
+            ]
+        last_used.update(dict.fromkeys(kept, now))
+    return hits
+
+
 def test_what_the_next_request_will_hit_is_spared() -> None:
     # "rs" needs two. "pq" was used last, but "wx" is asked for next.
     prompts = trace("wx", "pq", "rs", "wx")
@@ -334,6 +369,25 @@ def test_a_queue_that_shows_the_whole_future_is_clairvoyant(
             drawn.trace, num_blocks=num_blocks, rule=rule, lookahead=num_requests
         )
         assert looking.hits == clairvoyant(reuses, num_blocks)
+
+
+@FREELY
+@given(
+    drawn=random_traces(),
+    rule=st.sampled_from(rules()),
+    num_blocks=st.integers(1, 12),
+    lookahead=st.integers(0, 6),
+)
+def test_what_the_queue_will_hit_goes_after_all_else_and_the_last_of_it_first(
+    drawn: Drawn, rule: SharingRule, num_blocks: int, lookahead: int
+) -> None:
+    result = replay_sequence(
+        drawn.trace, num_blocks=num_blocks, rule=rule, lookahead=lookahead
+    )
+
+    assert result.hits.hit_units == naive_hits_with_queue(
+        paths(drawn, rule), num_blocks, lookahead
+    )
 
 
 def test_a_queue_of_less_than_nothing_is_refused() -> None:

@@ -61,6 +61,9 @@ def shape(trace: Trace) -> list[tuple[Any, ...]]:
             request.parent,
             request.think_s,
             request.is_opaque,
+            request.ends_session,
+            request.next_use_s,
+            request.ephemeral_from,
         )
         for request in _checked(trace)
     ]

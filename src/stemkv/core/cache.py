@@ -31,6 +31,7 @@ from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.hints import NO_HINTS, HintDigits, Hints
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.ledger import Ledger
+from stemkv.core.lookahead import Lookahead, Waiting
 from stemkv.core.quota import QuotaConfig
 from stemkv.core.retention import Retention
 from stemkv.core.table import BlockCopy, BlockTable, Lease
@@ -44,7 +45,7 @@ from stemkv.core.tokens import (
 from stemkv.core.tree import Match, Node, PartialBlock, PrefixTree
 from stemkv.errors import ConfigError, DoubleRelease, InvariantError, PromptTooLong
 
-__all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache", "Waiting"]
+__all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +78,6 @@ class Peek:
 
     num_tokens: int  # cached tokens, a partly matching block included
     num_whole_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a waiting request will look up."""
-
-    namespace: bytes | None
-    domain: Domain
-    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,10 +486,11 @@ class PrefixCache:
             raise InvariantError("forget of a lease that is still in use")
         num_dropped = 0
         node = lease.node
-        while node is not None and node.parent is not None and node.num_blocks:
-            if node.children or node.ref_count:
-                break
-            num_dropped += self._drop_retired(node, now)
+        while node is not None and node.parent is not None:
+            if node.num_blocks:  # else it was not retained, or evicted, at the release
+                if node.children or node.ref_count:
+                    break
+                num_dropped += self._drop_retired(node, now)
             node = node.parent
         return num_dropped
 
@@ -577,7 +570,14 @@ class PrefixCache:
             return num_blocks
         if match.num_node_blocks < node.num_blocks:
             node = self._split(node, match.num_node_blocks, now)
+        end = 0
         for step in node.path():
+            end += step.num_blocks
+            # Of all orders that cover the node; the one given may have ended another.
+            until = max(
+                (each.until for each in keeps if self._covers(each, step, tokens, end)),
+                default=now,
+            )
             self._retention.keep(step, until, now=now)
         return num_blocks
 
@@ -869,8 +869,8 @@ class PrefixCache:
                 self._retention.merged(step.id, lower)
                 if self.ledger is not None:
                     self.ledger.merged(step.id, lower, now)
-        while (victim := self._retention.victim_over_cap(node.domain, now)) is not None:
-            self._evict_from(*victim, now)
+        if self._retention.is_over_cap(node.domain):
+            self._evict_over_cap(node.domain, now)
 
     def _allocate(self, num_blocks: int, lease: Lease, now: float) -> array[int]:
         """Take blocks that the caller knows to be available, evicting as needed."""
@@ -885,6 +885,16 @@ class PrefixCache:
             self.ledger.allocated(lease.owner, num_blocks, now)
         self._note_active()
         return taken
+
+    def _evict_over_cap(self, domain: Domain, now: float) -> None:
+        self._expect_queue(now)
+        while True:
+            victim = self._retention.victim_over_cap(domain, now)
+            if victim is None:
+                return
+            node_id, num_blocks = victim
+            num_blocks = num_blocks or self.tree.node(node_id).num_blocks
+            self._evict_from(node_id, num_blocks, now)
 
     def _evict_from(self, node_id: int, num_blocks: int, now: float) -> int:
         node = self.tree.node(node_id)
@@ -952,6 +962,16 @@ class PrefixCache:
                 until = max(until or keep.until, keep.until)
         return until, stop
 
+    def _covers(self, keep: _Keep, node: Node, tokens: bytes, end: int) -> bool:
+        """Whether an order keeps all of a node, which ends `tokens` at block `end`."""
+        num_bytes = end * self._block_bytes
+        return (
+            node.root().namespace == keep.namespace
+            and (PUBLIC in (node.domain, keep.domain) or node.domain == keep.domain)
+            and len(keep.tokens) >= num_bytes
+            and keep.tokens.startswith(tokens[:num_bytes])
+        )
+
     def _check_public_budget(
         self, namespace: bytes, prefix: bytes, num_blocks: int
     ) -> None:
@@ -973,20 +993,10 @@ class PrefixCache:
             )
 
     def _expect_queue(self, now: float) -> None:
-        """Find out which nodes the waiting requests would hit now."""
-        if self._queue is None:
-            return
-        places: dict[int, int] = {}
-        for place, waiting in enumerate(self._queue(now)):
-            match = self._match(waiting.namespace, waiting.domain, waiting.tokens)
-            if match.node is None:
-                continue
-            nodes = match.node.path()
-            if match.partial is not None:
-                nodes.append(match.partial.node)
-            for node in nodes:
-                places.setdefault(node.id, place)
-        self._retention.expect(places, now=now)
+        """Let retention find out what those who wait now will hit."""
+        if self._queue is not None:
+            ahead = Lookahead(self._queue(now), self.tree, self.config.block_size)
+            self._retention.expect(ahead.awaited if len(ahead) else None, now=now)
 
     def _num_available_on(self, match: Match, domain: Domain) -> int:
         """Return how many of the matched blocks are available to a domain as room."""

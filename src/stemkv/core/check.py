@@ -9,19 +9,28 @@ of `docs/invariants.md`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from stemkv.core.blocks import BlockPool, BlockState
 from stemkv.core.cache import PrefixCache
-from stemkv.core.identity import PUBLIC
+from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.quota import Quotas
 from stemkv.core.request import Request, RequestState
+from stemkv.core.retention import Retention
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.core.tree import Node, PrefixTree
 from stemkv.errors import InvariantError
 
-__all__ = ["check_cache", "check_pool", "check_scheduler", "check_tree"]
+__all__ = [
+    "check_cache",
+    "check_pool",
+    "check_quotas",
+    "check_retention",
+    "check_scheduler",
+    "check_tree",
+]
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -93,11 +102,67 @@ def check_tree(tree: PrefixTree, block_size: int) -> None:
     _equal("pinned blocks in the tree", tree.num_pinned_blocks, num_pinned)
 
 
+def check_retention(retention: Retention, tree: PrefixTree) -> None:
+    """Exactly the unpinned leaves can go, each from where its marks say (I13, I37)."""
+    nodes = {node.id: node for node in tree.nodes()}
+    leaves = {n.id: n for n in nodes.values() if n.is_leaf and n.ref_count == 0}
+    _equal("evictable nodes", set(retention._stock_of), set(leaves))
+    common, stocks = retention._common, retention._stocks
+    placed: dict[int, object] = {}
+    for stock in (common, *stocks.values()):
+        by_tier: dict[str, set[int]] = {}
+        for node_id, tier in stock.places.items():
+            _require(node_id not in placed, f"leaf {node_id} is placed twice")
+            placed[node_id] = stock
+            by_tier.setdefault(tier.name, set()).add(node_id)
+            _equal(f"tier of leaf {node_id}", tier, retention._tier(node_id))
+        for name, among in (
+            ("ENDED", stock.ended),
+            ("AWAITED", stock.awaited),
+            ("KEPT", stock.kept),
+        ):
+            _equal(f"{name} leaves", set(among._keys), by_tier.get(name, set()))
+        for node_id, key in stock.awaited._keys.items():
+            _equal("place in the queue", key, (-retention._awaited[node_id], -node_id))
+        for node_id, key in stock.kept._keys.items():
+            _equal("time to keep", key, (retention._kept_until[node_id], -node_id))
+    _equal("placed leaves", placed, retention._stock_of)
+    for node_id, node in leaves.items():
+        own = common if retention.quotas is None else stocks.get(node.domain)
+        _require(placed[node_id] is own, f"leaf {node_id} is in another's stock")
+    _check_marks(retention, nodes)
+    if retention.quotas is not None:
+        retained: Counter[Domain] = Counter()
+        for node in nodes.values():
+            retained[node.domain] += node.num_blocks if node.ref_count == 0 else 0
+        check_quotas(retention.quotas, retained)
+
+
+def check_quotas(quotas: Quotas, retained: Mapping[Domain, int]) -> None:
+    """The counts are these, and follow from them; nobody is over its cap (I37)."""
+    counts = quotas.retained_by_domain()
+    _require(min(counts.values(), default=0) >= 0, "a domain retains less than nothing")
+    _equal("retained blocks", {d: n for d, n in counts.items() if n}, dict(+retained))
+    above = {
+        domain: num_blocks - quotas.config.of(domain).floor_blocks
+        for domain, num_blocks in counts.items()
+        if domain != PUBLIC and num_blocks > quotas.config.of(domain).floor_blocks
+    }
+    _equal("lendable blocks", quotas.num_lendable_blocks, sum(above.values()))
+    for domain, excess in above.items():
+        entry = (-excess / quotas.config.of(domain).weight, quotas._numbers[domain])
+        _require(entry in quotas._heap, f"{domain} is above its floor and cannot give")
+    for domain in counts:
+        _equal(f"blocks of {domain} over its cap", quotas.over_cap(domain), 0)
+
+
 def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     """Pool, tree and `leases`, which must be all that are live, agree (I4, I8, I35)."""
     block_size = cache.config.block_size
     check_pool(cache.pool)
     check_tree(cache.tree, block_size)
+    check_retention(cache._retention, cache.tree)
+    _check_public(cache)
     in_tree: Counter[int] = Counter()
     for node in cache.tree.nodes():
         in_tree.update(node.block_ids)
@@ -181,6 +246,44 @@ def check_scheduler(scheduler: Scheduler) -> None:
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)
+
+
+def _check_marks(retention: Retention, nodes: Mapping[int, Node]) -> None:
+    """Nothing is noted of a node that is gone, or said by who may not say it."""
+    for name, marked in (
+        ("a session", retention._session_of),
+        ("one use", retention._ephemeral),
+        ("an ended session", retention._ended),
+        ("a time to keep it", retention._kept_until),
+        ("a place in the queue", retention._awaited),
+    ):
+        gone = sorted(set(marked) - set(nodes))
+        _require(not gone, f"{name} is noted of nodes {gone}, which are gone")
+    by_session: dict[tuple[Domain, str], set[int]] = {}
+    for node_id, session in retention._session_of.items():
+        by_session.setdefault(session, set()).add(node_id)
+        _equal(f"domain of node {node_id}", nodes[node_id].domain, session[0])
+    _equal("nodes by session", retention._nodes_of, by_session)
+    _require(
+        retention._ended <= set(retention._session_of),
+        "a node without a session is of one that has ended",
+    )
+    for node_id in retention._ephemeral:
+        _require(nodes[node_id].domain != PUBLIC, f"public node {node_id} is used once")
+
+
+def _check_public(cache: PrefixCache) -> None:
+    """No more is public than was budgeted (I37)."""
+    quotas = cache._retention.quotas
+    if quotas is None:
+        return
+    num_public = sum(
+        node.num_blocks
+        for node in cache.tree.nodes()
+        if node.domain == PUBLIC and not node.root().is_retired
+    )
+    budget = quotas.config.public_blocks
+    _require(num_public <= budget, f"{num_public} blocks are public, budget {budget}")
 
 
 def _check_lease_path(lease: Lease) -> None:

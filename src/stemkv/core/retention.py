@@ -10,12 +10,13 @@ one; to the policy a leaf in another tier looks like one that a lease pins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.eviction.leaves import Leaves
 from stemkv.core.identity import Domain
+from stemkv.core.lookahead import Awaited
 from stemkv.core.quota import QuotaConfig, Quotas
 from stemkv.core.table import Lease
 from stemkv.core.tree import Node
@@ -70,6 +71,7 @@ class Retention:
         self._ended: set[int] = set()
         self._kept_until: dict[int, float] = {}
         self._awaited: dict[int, int] = {}  # place in the queue
+        self._find_awaited: Callable[[int], Awaited | None] | None = None
         self._stock_of: dict[int, _Stock] = {}  # evictable leaves
         self._nodes_of: dict[_Session, set[int]] = {}
 
@@ -100,10 +102,10 @@ class Retention:
         self, node: Node, lease: Lease, keys: Sequence[int], kept_until: float | None
     ) -> bool:
         """Whether what the lease adds may join the node: nothing tells them apart."""
+        start = lease.num_published_blocks
         return (
-            self._session_of.get(node.id) == _session_of(lease)
-            and (node.id in self._ephemeral)
-            == lease.is_ephemeral(lease.num_published_blocks)
+            self._session_of.get(node.id) == _session_of(lease, node)
+            and (node.id in self._ephemeral) == _is_ephemeral(lease, node, start)
             and self._kept_until.get(node.id) == kept_until
             and self._stock(node.domain).policy.can_extend(node.id, keys)
         )
@@ -133,11 +135,11 @@ class Retention:
     ) -> None:
         """A lease published blocks `start …`: a new node, or more of its own."""
         if node.num_blocks == num_blocks:
-            session = _session_of(lease)
+            session = _session_of(lease, node)
             if session is not None:
                 self._session_of[node.id] = session
                 self._nodes_of.setdefault(session, set()).add(node.id)
-            if lease.is_ephemeral(start):
+            if _is_ephemeral(lease, node, start):
                 self._ephemeral.add(node.id)
             if kept_until is not None:
                 self._kept_until[node.id] = kept_until
@@ -154,7 +156,9 @@ class Retention:
     def used(self, node: Node, lease: Lease, *, tick: int, now: float) -> None:
         """A lease on the node began."""
         node_id = node.id
-        if self._session_of and self._session_of.get(node_id) != _session_of(lease):
+        if self._session_of and self._session_of.get(node_id) != _session_of(
+            lease, node
+        ):
             self._leave_session(node_id)
         if self._ended:
             self._ended.discard(node_id)
@@ -237,12 +241,16 @@ class Retention:
             self._kept_until[node.id] = until
         self._replace(node.id, now)
 
-    def expect(self, places: Mapping[int, int], *, now: float) -> None:
-        """Tell which nodes waiting requests will hit: node id → place in the queue."""
-        before, self._awaited = self._awaited, dict(places)
-        for node_id in sorted({*before, *places}):
-            if before.get(node_id) != places.get(node_id):
-                self._replace(node_id, now)
+    def expect(
+        self, awaited: Callable[[int], Awaited | None] | None, *, now: float
+    ) -> None:
+        """Tell how to find out what waiting requests will hit; `None`: nobody waits.
+
+        Asked of leaves that are about to go, until the next call.
+        """
+        self._find_awaited = awaited
+        for node_id in list(self._awaited):
+            self._note_awaited(node_id, now)
 
     # Who goes
 
@@ -254,23 +262,26 @@ class Retention:
         `domain` is whose request needs room; `None`: the operator's wish.
         """
         if self.quotas is None:
-            node_id = self._first(self._common, now)
-            return None if node_id is None else (node_id, None)
+            return self._first(self._common, None, now)
         giver = self.quotas.giver(domain)
         if giver is None:
             return None
-        node_id = self._first(self._stock(giver[0]), now)
-        return None if node_id is None else (node_id, giver[1])
+        return self._first(self._stock(giver[0]), giver[1], now)
 
-    def victim_over_cap(self, domain: Domain, now: float) -> tuple[int, int] | None:
+    def is_over_cap(self, domain: Domain) -> bool:
+        """Whether a domain has retained more than it may."""
+        return self.quotas is not None and self.quotas.over_cap(domain) > 0
+
+    def victim_over_cap(
+        self, domain: Domain, now: float
+    ) -> tuple[int, int | None] | None:
         """Return the leaf that a domain over its cap must give, and how many blocks."""
         if self.quotas is None:
             return None
         num_blocks = self.quotas.over_cap(domain)
         if num_blocks == 0:
             return None
-        node_id = self._first(self._stock(domain), now)
-        return None if node_id is None else (node_id, num_blocks)
+        return self._first(self._stock(domain), num_blocks, now)
 
     # Private
 
@@ -282,19 +293,45 @@ class Retention:
             stock = self._stocks[domain] = _Stock(self._make_policy())
         return stock
 
-    def _first(self, stock: _Stock, now: float) -> int | None:
-        """Return the leaf of a stock that goes first."""
+    def _first(
+        self, stock: _Stock, num_most: int | None, now: float
+    ) -> tuple[int, int | None] | None:
+        """Return the leaf of a stock that goes first, and how much of it."""
         while stock.kept:
             node_id = stock.kept.first()
             if node_id is None or self._kept_until[node_id] > now:
                 break
             del self._kept_until[node_id]  # its time is over
             self._replace(node_id, now)
-        for leaves in (stock.ended, None, stock.awaited, stock.kept):
-            node_id = stock.policy.victim(now) if leaves is None else leaves.first()
-            if node_id is not None:
-                return node_id
-        return None
+        while True:
+            node_id = stock.ended.first()
+            if node_id is None:
+                node_id = stock.policy.victim(now)
+            if node_id is None:
+                node_id = stock.awaited.first()
+            if node_id is None:
+                break
+            tier = stock.places[node_id]
+            awaited = self._note_awaited(node_id, now)
+            if stock.places[node_id] is not tier:
+                continue  # it goes later than it seemed, or sooner
+            if awaited is None:
+                return node_id, num_most
+            if node_id == stock.awaited.first() or tier is not _Tier.AWAITED:
+                num_tail = awaited.num_tail_blocks
+                return node_id, min(num_most or num_tail, num_tail)
+        node_id = stock.kept.first()
+        return None if node_id is None else (node_id, num_most)
+
+    def _note_awaited(self, node_id: int, now: float) -> Awaited | None:
+        """Find out what of a leaf is awaited, and put it where that belongs."""
+        awaited = None if self._find_awaited is None else self._find_awaited(node_id)
+        before = self._awaited.pop(node_id, None)
+        if awaited is not None and awaited.place is not None:
+            self._awaited[node_id] = awaited.place
+        if before != self._awaited.get(node_id):
+            self._replace(node_id, now)
+        return awaited
 
     def _tier(self, node_id: int) -> _Tier:
         if node_id in self._kept_until:
@@ -356,6 +393,16 @@ class Retention:
         self._awaited.pop(node_id, None)
 
 
-def _session_of(lease: Lease) -> _Session | None:
+# What a caller says is of its own blocks. Public ones are everybody's: nobody's hint may
+# cost others their hits.
+
+
+def _session_of(lease: Lease, node: Node) -> _Session | None:
     session = lease.hints.session
-    return None if session is None else (lease.domain, session)
+    if session is None or node.domain != lease.domain:
+        return None
+    return lease.domain, session
+
+
+def _is_ephemeral(lease: Lease, node: Node, index: int) -> bool:
+    return node.domain == lease.domain and lease.is_ephemeral(index)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 
-from stemkv.core.cache import PrefixCache, Waiting
+from stemkv.core.cache import PrefixCache
 from stemkv.core.config import SchedulerConfig
 from stemkv.core.events import (
     Event,
@@ -47,6 +47,7 @@ from stemkv.core.events import (
 )
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.ledger import Ledger
+from stemkv.core.lookahead import Waiting
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import (

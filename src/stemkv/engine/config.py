@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from stemkv.core.policies import EvictionConfig
 from stemkv.core.sharing import SharingPolicy
 from stemkv.engine.numerics import numerics_named
+from stemkv.engine.quotas import MemoryQuotas
 from stemkv.errors import ConfigError
 
 __all__ = ["EngineConfig"]
@@ -27,6 +29,11 @@ class EngineConfig:
     max_num_running: int = 64
     reuses_prefixes: bool = True
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    quotas: MemoryQuotas | None = None  # None: nobody has a floor or a cap
+    # Waiting requests whose cached prefixes go late; 0: eviction looks at none.
+    lookahead: int = 32
+    max_kept_share: float = 0.5  # of the blocks, for `Engine.keep`
     num_threads: int | None = None  # None: usable cores less one
     runs_self_test: bool = True
     recheck_share: float = 0.0  # share of hits that `Engine.recheck` computes again
@@ -42,11 +49,19 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} must be at least 1 and an integer, got {value!r:.80}"
                 )
-        if not isinstance(self.sharing, SharingPolicy):
-            raise ConfigError(
-                f"sharing must be a SharingPolicy, got {type(self.sharing).__name__}"
-            )
+        _check_kind("sharing", self.sharing, SharingPolicy)
+        _check_kind("eviction", self.eviction, EvictionConfig)
+        if self.quotas is not None:
+            _check_kind("quotas", self.quotas, MemoryQuotas)
         share = self.recheck_share
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 1:
             raise ConfigError(f"recheck_share must be in [0, 1], got {share!r}")
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(
+            f"{name} must be {article} {kind.__name__}, got {type(value).__name__}"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +21,12 @@ from typing import TypeVar
 import torch
 
 from stemkv.core.cache import CacheUsage, DomainUsage, PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import CostModel
 from stemkv.core.entry import LedgerEntry
 from stemkv.core.events import Event
-from stemkv.core.eviction import Lru
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identities import Identities, LoadedAdapter
-from stemkv.core.identity import ComputeIdentity, Domain
+from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.ledger import Ledger
 from stemkv.core.order import Fcfs
 from stemkv.core.plan import StepPlan
@@ -36,6 +36,7 @@ from stemkv.core.sharing import SharingPolicy
 from stemkv.core.tokens import TokenIds
 from stemkv.engine.adapters import Adapters
 from stemkv.engine.config import EngineConfig
+from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.digest import combine
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.identity import identify
@@ -91,8 +92,9 @@ class Engine:
     seconds and must not go back; `on_logits(request id of the sample, output index,
     logits row)` sees every row that is sampled from, before it is, and `on_event`
     every event of the core, in order. `recorder` writes a step log. With `costs` the
-    engine keeps books (`ledger`) in its prices, and `on_entry` gets the entry of every
-    request that has ended.
+    engine keeps books (`ledger`) in its prices, eviction can save seconds
+    (`EngineConfig.eviction`), and `on_entry` gets the entry of every request that has
+    ended.
 
     Not safe for use by several threads at once. The callbacks may ask, and `on_event`
     and `on_entry` may add and cancel; changes of what is served are refused in them.
@@ -111,6 +113,7 @@ class Engine:
         on_entry: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
+        settings = CoreSettings.of(self.config, loaded, costs)  # or say what is wrong
         self.loaded = loaded
         self.on_logits = on_logits
         self.on_event = on_event
@@ -132,14 +135,14 @@ class Engine:
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         numerics = numerics_named(self.config.numerics)
         self._linears = prepare_model(loaded.model, numerics)
-        self.kv = self._make_kv()
+        self.kv = self._make_kv(settings.cache.num_blocks)
         self._runner = self._make_runner(numerics)
         if self.config.runs_self_test:
             check_layers(self._runner, loaded.vocab_size)
         self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
         self.ledger = None if costs is None else self._make_ledger(costs)
-        self.cache, self.scheduler = self._make_core(recorder)
+        self.cache, self.scheduler = self._make_core(settings, recorder)
         self._rollouts = Rollouts(self.scheduler)
         self._rechecks = Rechecks(
             self._runner,
@@ -273,21 +276,83 @@ class Engine:
     def declare_public(self, prefix: TokenIds) -> int:
         """Let all tenants share the whole blocks of a prefix; return how many.
 
-        It holds for the model, every adapter, and whatever is rolled out later.
+        It holds for the model, every adapter, and whatever is rolled out later. With
+        quotas all that is declared together must fit `public_bytes`, else this raises
+        `ConfigError`; each adapter has its own copy, and one whose copy does not fit
+        goes without.
         """
-        if not isinstance(prefix, TokenIds):
-            raise ConfigError(
-                f"prefix must be TokenIds (see `encode`), got {type(prefix).__name__}"
-            )
+        self._check_prefix(prefix)
         if not self.config.reuses_prefixes:
             return 0
-        prefix.check_vocabulary(self.loaded.vocab_size)
+        current, num_blocks = self.namespace, 0
+        if current is not None:
+            num_blocks = self.cache.declare_public(current, prefix)  # or refuse it
         if prefix not in self._public:
             self._public.append(prefix)
         for namespace in sorted(self._declared):
-            self.cache.declare_public(namespace, prefix)
-        current = self.namespace
-        return 0 if current is None else self.cache.declare_public(current, prefix)
+            if namespace != current:
+                self._declare_in(namespace, prefix)
+        return num_blocks
+
+    def keep(
+        self,
+        prefix: TokenIds,
+        *,
+        for_s: float,
+        tenant: str | None = None,
+        request_class: str | None = None,
+        adapter: str | None = None,
+        start_position: int = 0,
+    ) -> int:
+        """Keep the whole blocks of a prefix for some seconds; return how many.
+
+        An operator's act. They go when nothing else can, whether they are resident or
+        come to be. 0 seconds take an earlier order back. `tenant` is whose prefix it
+        is, `None` everybody's: one that is declared public. The order is for one
+        adapter, and ends with a rollout.
+
+        Raises `ConfigError` where all that is kept together would exceed
+        `max_kept_share`, and for a public prefix that is not declared.
+        """
+        self._check_between_steps("keep")
+        self._check_prefix(prefix)
+        is_number = isinstance(for_s, int | float) and not isinstance(for_s, bool)
+        if not is_number or not 0 <= for_s < math.inf:
+            raise ConfigError(
+                f"for_s must be seconds of at least 0 and finite, got {for_s!r:.80}"
+            )
+        domain: Domain | None = PUBLIC
+        if tenant is not None:
+            domain = self._sharing.domain(tenant, request_class)
+        namespace = self.namespace_of(adapter, start_position=start_position)
+        if domain is None or namespace is None:
+            return 0  # nothing of it is ever retained
+        if domain == PUBLIC and not any(
+            declared.buffer.startswith(prefix.buffer) for declared in self._public
+        ):
+            raise ConfigError(
+                f"a prefix of {len(prefix)} tokens is nobody's: no declared public one "
+                f"begins with it; declare it first, or say which tenant's it is"
+            )
+        now = self._clock()
+        return self.cache.keep(namespace, domain, prefix, until=now + for_s, now=now)
+
+    def end_session(
+        self,
+        session: str,
+        *,
+        tenant: str = "default",
+        request_class: str | None = None,
+    ) -> None:
+        """Say that nothing will continue a session: its blocks go before all others.
+
+        For those who learn it between requests; `Hints.ends_session` says it with one.
+        Blocks that other requests have used as well stay what they are.
+        """
+        Hints(session=session)  # says what is wrong with it
+        domain = self._sharing.domain(tenant, request_class)
+        if domain is not None:
+            self.cache.end_session(domain, session, self._clock())
 
     def add(
         self,
@@ -300,13 +365,16 @@ class Engine:
         adapter: str | None = None,
         request_class: str | None = None,
         start_position: int = 0,
+        hints: Hints = NO_HINTS,
     ) -> RequestId:
         """Queue a request; return its id.
 
         `tenant` is the authenticated principal and `request_class` what the operator
         calls this kind of requests; the sharing policy turns both into a domain.
-        `start_position` is the position of the first token. Raises a `RequestError`
-        for a request that can never be served; nothing else in flight is affected.
+        `start_position` is the position of the first token. `hints` say what the caller
+        knows of the prompt's future: they can cost hits, and never change an answer.
+        Raises a `RequestError` for a request that can never be served; nothing else in
+        flight is affected.
         """
         params = SamplingParams() if params is None else params
         embedded = prompt if isinstance(prompt, EmbeddedPrompt) else None
@@ -337,6 +405,7 @@ class Engine:
             adapter=version,
             start_position=start_position,
             tenant=tenant,
+            hints=hints,
         )
         # Before a namespace is named: refused requests must not use any up.
         self.scheduler.check(spec)
@@ -410,6 +479,7 @@ class Engine:
         adapter: str | None = None,
         request_class: str | None = None,
         start_position: int = 0,
+        hints: Hints = NO_HINTS,
     ) -> list[Completion]:
         """Continue all prompts; return the completions in order of prompt, sample."""
         ids: list[RequestId] = []
@@ -424,6 +494,7 @@ class Engine:
                         adapter=adapter,
                         request_class=request_class,
                         start_position=start_position,
+                        hints=hints,
                     )
                 )
         except BaseException:  # whatever it was, none of ours may stay behind
@@ -689,6 +760,13 @@ class Engine:
         finally:
             self._is_telling = was_telling
 
+    def _check_prefix(self, prefix: TokenIds) -> None:
+        if not isinstance(prefix, TokenIds):
+            raise ConfigError(
+                f"prefix must be TokenIds (see `encode`), got {type(prefix).__name__}"
+            )
+        prefix.check_vocabulary(self.loaded.vocab_size)
+
     def _check_embedded(self, prompt: EmbeddedPrompt) -> None:
         own = (int(self.loaded.config.hidden_size), self.loaded.dtype)
         if (prompt.hidden_size, prompt.dtype) != own:
@@ -761,7 +839,18 @@ class Engine:
         """Declare the public prefixes in a namespace that does not know them."""
         self._declared.add(namespace)
         for prefix in self._public:
+            self._declare_in(namespace, prefix)
+
+    def _declare_in(self, namespace: bytes, prefix: TokenIds) -> None:
+        """Declare a prefix, or leave it private there if the budget is spent.
+
+        The caller asked for an adapter or a reset: that the public budget is too small
+        for one more namespace must not fail it.
+        """
+        try:
             self.cache.declare_public(namespace, prefix)
+        except ConfigError as error:
+            _log.warning("a public prefix stays private for one adapter: %s", error)
 
     def _check_weights(self) -> None:
         """Raise `InvariantError` if another engine has replaced weights of ours."""
@@ -851,22 +940,17 @@ class Engine:
         )
 
     def _make_core(
-        self, recorder: StepRecorder | None
+        self, settings: CoreSettings, recorder: StepRecorder | None
     ) -> tuple[PrefixCache, Scheduler]:
-        cache_config = CacheConfig(
-            num_blocks=self.kv.num_blocks, block_size=self.config.block_size
-        )
-        scheduler_config = SchedulerConfig(
-            token_budget=self.config.token_budget,
-            max_num_running=self.config.max_num_running,
-            max_request_tokens=self.loaded.context_length,
-        )
         if recorder is not None:
-            return recorder.make_core(
-                cache_config, Lru(), scheduler_config, Fcfs(), ledger=self.ledger
-            )
-        cache = PrefixCache(cache_config, Lru, ledger=self.ledger)
-        return cache, Scheduler(scheduler_config, cache, Fcfs())
+            return recorder.make_core(settings, Fcfs(), ledger=self.ledger)
+        cache = PrefixCache(
+            settings.cache,
+            settings.make_policy,
+            quotas=settings.quotas,
+            ledger=self.ledger,
+        )
+        return cache, Scheduler(settings.scheduler, cache, Fcfs())
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:
         return ModelRunner(
@@ -894,15 +978,8 @@ class Engine:
             is_packed=self._linears.is_packed,
         )
 
-    def _make_kv(self) -> KvMemory:
+    def _make_kv(self, num_blocks: int) -> KvMemory:
         loaded = self.loaded
-        per_block = loaded.kv_bytes_per_token * self.config.block_size
-        num_blocks = self.config.kv_memory_bytes // per_block
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_memory_bytes {self.config.kv_memory_bytes} holds no block; one "
-                f"block of {self.config.block_size} tokens takes {per_block} bytes"
-            )
         return KvMemory(
             num_layers=loaded.num_layers,
             num_blocks=num_blocks,

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.events import Event
-from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.identity import Domain
 from stemkv.core.ledger import Ledger
 from stemkv.core.order.base import AdmissionOrder
@@ -23,6 +21,7 @@ from stemkv.core.plan import StepPlan, StepResult
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TokenIds
+from stemkv.engine.core_settings import CoreSettings
 from stemkv.errors import ConfigError
 from stemkv.measure.steplog import (
     Abandoned,
@@ -35,11 +34,13 @@ from stemkv.measure.steplog import (
     Declared,
     Fenced,
     FenceLifted,
+    Kept,
     NamespaceReset,
     NamespaceRetired,
     Planned,
     PlanRecord,
     Restarted,
+    SessionEnded,
     StepLogHeader,
     StepLogWriter,
 )
@@ -67,9 +68,7 @@ class StepRecorder:
 
     def make_core(
         self,
-        cache_config: CacheConfig,
-        eviction: EvictionPolicy,
-        scheduler_config: SchedulerConfig,
+        settings: CoreSettings,
         order: AdmissionOrder,
         *,
         ledger: Ledger | None = None,
@@ -80,17 +79,19 @@ class StepRecorder:
         self._is_used = True
         header = StepLogHeader(
             model=self._model,
-            cache=cache_config,
-            scheduler=scheduler_config,
-            eviction=type(eviction).__name__.lower(),
+            cache=settings.cache,
+            scheduler=settings.scheduler,
+            eviction=settings.eviction,
             order=type(order).__name__.lower(),
+            quotas=settings.quotas,
+            block_seconds=settings.block_seconds,
         )
         try:
             self._writer = StepLogWriter(self._file, header)
         except (OSError, ValueError) as error:
             self._give_up(error)
-        cache = _RecordedCache(cache_config, eviction, self, ledger=ledger)
-        return cache, _RecordedScheduler(scheduler_config, cache, order, self)
+        cache = _RecordedCache(settings, self, ledger=ledger)
+        return cache, _RecordedScheduler(settings, cache, order, self)
 
     def write(self, call: Call) -> None:
         """Append a call, unless it is part of one that is written as a whole."""
@@ -124,13 +125,17 @@ class _RecordedCache(PrefixCache):
 
     def __init__(
         self,
-        config: CacheConfig,
-        policy: EvictionPolicy,
+        settings: CoreSettings,
         recorder: StepRecorder,
         *,
         ledger: Ledger | None,
     ) -> None:
-        super().__init__(config, policy, ledger=ledger)
+        super().__init__(
+            settings.cache,
+            settings.make_policy,
+            quotas=settings.quotas,
+            ledger=ledger,
+        )
         self._recorder = recorder
 
     def declare_public(self, namespace: bytes, prefix: TokenIds) -> int:
@@ -143,18 +148,43 @@ class _RecordedCache(PrefixCache):
         self._recorder.write(NamespaceReset(now=now, namespace=namespace))
         return num_remaining
 
+    def end_session(self, domain: Domain, session: str, now: float) -> None:
+        super().end_session(domain, session, now)
+        self._recorder.write(SessionEnded(now=now, domain=domain, session=session))
+
+    def keep(
+        self,
+        namespace: bytes,
+        domain: Domain,
+        prefix: TokenIds,
+        *,
+        until: float,
+        now: float,
+    ) -> int:
+        num_blocks = super().keep(namespace, domain, prefix, until=until, now=now)
+        self._recorder.write(
+            Kept(
+                now=now,
+                namespace=namespace,
+                domain=domain,
+                prefix=prefix,
+                until=until,
+            )
+        )
+        return num_blocks
+
 
 class _RecordedScheduler(Scheduler):
     """Records every call that changes something, once it has succeeded."""
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        settings: CoreSettings,
         cache: PrefixCache,
         order: AdmissionOrder,
         recorder: StepRecorder,
     ) -> None:
-        super().__init__(config, cache, order)
+        super().__init__(settings.scheduler, cache, order)
         self._recorder = recorder
 
     def add(self, spec: RequestSpec) -> Request:
@@ -169,7 +199,8 @@ class _RecordedScheduler(Scheduler):
         *,
         reason: FinishReason = FinishReason.CANCELLED,
     ) -> bool:
-        is_ended = super().cancel(request_id, now, reason=reason)
+        with self._recorder.nested():  # it may end a session
+            is_ended = super().cancel(request_id, now, reason=reason)
         if is_ended:
             self._recorder.write(
                 Cancelled(now=now, request_id=request_id, reason=reason)
@@ -223,13 +254,15 @@ class _RecordedScheduler(Scheduler):
     def commit(
         self, plan: StepPlan, result: StepResult, now: float
     ) -> tuple[Event, ...]:
-        events = super().commit(plan, result, now)
+        with self._recorder.nested():  # as above
+            events = super().commit(plan, result, now)
         self._recorder.write(
             Committed(now=now, samples=result.samples, state=CoreState.of(self))
         )
         return events
 
     def abandon(self, plan: StepPlan, now: float) -> tuple[Event, ...]:
-        events = super().abandon(plan, now)
+        with self._recorder.nested():
+            events = super().abandon(plan, now)
         self._recorder.write(Abandoned(now=now, state=CoreState.of(self)))
         return events

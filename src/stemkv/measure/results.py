@@ -109,6 +109,7 @@ class TenantResult:
     tokens: TokenTotals
     saved: SavedWork
     num_evicted_blocks: int
+    num_refused_blocks: int  # not retained after their last use, as the tenant had said
     regret_tokens: int  # evicted and asked for again
     num_stalls: int
     stall_s: float
@@ -231,6 +232,7 @@ class RequestResult:
     saved_s: float
     saved_how: str  # the cost model's `source`
     misses: dict[str, int]  # reason → tokens, only those that occur
+    regret_tokens: int  # of those missed, evicted before
     first_miss_position: int | None  # first token that was not reused
     first_miss_reason: str | None
     differing_fields: tuple[str, ...]  # for the reason "identity_differs"
@@ -296,6 +298,7 @@ class ReplayResult:
     request_hit_rate: float  # share of requests that reused anything
     steady_hit_rate: float  # token hit rate over the last half of the requests
     num_evicted_blocks: int
+    num_refused_blocks: int  # not retained after their last use, as somebody had said
     num_published_blocks: int
     peak_active_blocks: int
     regret_tokens: int
@@ -331,6 +334,16 @@ class ReplayResult:
     def capacity_gib(self) -> float:
         """KV memory of one replica."""
         return self.num_blocks * self.block_bytes / GIB
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Retained KV that was dropped to make room."""
+        return self.num_evicted_blocks * self.block_bytes
+
+    @property
+    def refused_bytes(self) -> int:
+        """KV that was not retained, as it would be used once."""
+        return self.num_refused_blocks * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

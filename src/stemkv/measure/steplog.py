@@ -11,6 +11,14 @@ as base64 of int32 little-endian: whoever may not read the prompts may not read 
 Virtual ids of media are read back as spans of as many positions with a digest of their
 own, because the content's digest cannot be had from its ids. Prefixes are equal after
 that exactly where they were before.
+
+Which blocks were evicted shows in digests of the free blocks, taken with every plan and
+after every step: the order in which blocks became free, and who took them since, is what
+a step log tells of eviction. A different victim is a different digest in that same step.
+
+Version 2 says how the core evicts, and of requests what their callers hinted. Version 1
+knew one policy, which has since been told more exactly what is a use; its plans need not
+be decided again, so it is not read.
 """
 
 from __future__ import annotations
@@ -26,9 +34,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
+from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import Domain, DomainKind
 from stemkv.core.plan import Sample, StepPlan
+from stemkv.core.policies import EvictionConfig
+from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.request import FinishReason, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.table import BlockCopy
@@ -46,21 +58,25 @@ __all__ = [
     "Declared",
     "FenceLifted",
     "Fenced",
+    "Kept",
     "NamespaceReset",
     "NamespaceRetired",
     "PlanRecord",
     "PlannedChunk",
     "Planned",
     "Restarted",
+    "SessionEnded",
     "StepLog",
     "StepLogHeader",
     "StepLogWriter",
     "read_step_log",
 ]
 
-_SCHEMA: Final = "stemkv.steplog/1"
+_SCHEMA: Final = "stemkv.steplog/2"
+_OLD_SCHEMA: Final = "stemkv.steplog/1"
 _CONTENT: Final = "token ids of prompts and outputs"
 _SPAN_START: Final = 1 << 30  # bit of ~id at the first position of a span
+_NEVER: Final = "never"  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +86,12 @@ class StepLogHeader:
     model: str  # for people
     cache: CacheConfig
     scheduler: SchedulerConfig
-    eviction: str  # "lru"
+    eviction: EvictionConfig
     order: str  # "fcfs"
+    quotas: QuotaConfig | None = None
+    # Seconds to compute each block of a prompt behind those before it, where eviction
+    # weighs blocks by them: as many as the longest path may have.
+    block_seconds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,8 @@ class PlanRecord:
     now: float
     copies: tuple[BlockCopy, ...]
     chunks: tuple[PlannedChunk, ...]
-    digest: str  # hex, over ids and block ids of all chunks, in order
+    # Hex, over ids and block ids of all chunks, in order, and the free blocks in theirs.
+    digest: str
 
     @classmethod
     def of(cls, plan: StepPlan, scheduler: Scheduler) -> PlanRecord:
@@ -106,6 +127,7 @@ class PlanRecord:
             ):
                 digest.update(len(part).to_bytes(8, "little"))
                 digest.update(part)
+        digest.update(_free_blocks(scheduler.cache))
         return cls(
             step=plan.step,
             now=plan.now,
@@ -126,7 +148,7 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreState:
-    """Counts of the core after a step."""
+    """What the core has after a step: counts, and which blocks are free."""
 
     num_running: int
     num_waiting: int
@@ -135,11 +157,13 @@ class CoreState:
     num_cached_blocks: int
     num_evicted_blocks: int  # since the start, like the next
     num_published_blocks: int
+    digest: str  # hex, over the free blocks in their order
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> CoreState:
-        """Return the counts as they are now."""
+        """Return the state as it is now."""
         usage = scheduler.cache.usage()
+        free = _free_blocks(scheduler.cache)
         return cls(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -148,6 +172,7 @@ class CoreState:
             num_cached_blocks=usage.num_cached_blocks,
             num_evicted_blocks=usage.num_evicted_blocks,
             num_published_blocks=usage.num_published_blocks,
+            digest=hashlib.blake2b(free, digest_size=16).hexdigest(),
         )
 
 
@@ -225,6 +250,26 @@ class NamespaceReset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """Nothing will continue a session, somebody said between requests."""
+
+    now: float
+    domain: Domain
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The operator wants a prefix kept until a time, or no longer."""
+
+    now: float
+    namespace: bytes
+    domain: Domain
+    prefix: TokenIds
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A step was scheduled."""
 
@@ -258,6 +303,8 @@ Call = (
     | FenceLifted
     | NamespaceRetired
     | NamespaceReset
+    | SessionEnded
+    | Kept
     | Planned
     | Committed
     | Abandoned
@@ -342,6 +389,11 @@ def _num_reused(scheduler: Scheduler, request_id: RequestId) -> int:
     return request.counts.reused
 
 
+def _free_blocks(cache: PrefixCache) -> bytes:
+    """Return the ids of the free blocks, int32 little-endian; O(free blocks)."""
+    return _little_endian(memoryview(array("i", cache.pool.free_block_ids())))
+
+
 # The form of each record
 
 
@@ -410,9 +462,12 @@ def _parse(line: str, file: str, number: int) -> dict[str, Any]:
 def _read_header(document: dict[str, Any], where: str) -> StepLogHeader:
     schema = document.pop("schema", None)
     if schema != _SCHEMA:
+        why = ""
+        if schema == _OLD_SCHEMA:
+            why = ", which does not say how blocks were evicted"
         raise StepLogError(
-            f"{where}: schema: must be {_SCHEMA!r}, got {schema!r:.60}; record the log "
-            f"with this version"
+            f"{where}: schema: must be {_SCHEMA!r}, got {schema!r:.60}{why}; record the "
+            f"log with this version"
         )
     document.pop("contains", None)
     header: StepLogHeader = _decoded(_HEADER, document, where)
@@ -467,6 +522,20 @@ def _row(make: Callable[..., Any], *columns: tuple[str, _Codec]) -> _Codec:
     return _Codec(encode, decode)
 
 
+def _pair(first: _Codec, second: _Codec) -> _Codec:
+    """Two values, written as a list of both."""
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != 2:
+            raise ValueError("must be a list of two")
+        return first.decode(value[0]), second.decode(value[1])
+
+    def encode(value: Any) -> Any:
+        return [first.encode(value[0]), second.encode(value[1])]
+
+    return _Codec(encode, decode)
+
+
 def _decode_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number of seconds")
@@ -479,6 +548,22 @@ def _decode_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("must be an integer of at least 0")
     return value
+
+
+def _decode_share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    return value
+
+
+def _decode_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _decode_next_use(value: Any) -> float:
+    return math.inf if value == _NEVER else _decode_seconds(value)
 
 
 def _decode_hex(value: Any) -> bytes:
@@ -527,6 +612,14 @@ def _decode_domain(value: Any) -> Domain:
     return Domain(DomainKind(value[0]), value[1])
 
 
+def _decode_quotas(value: Any) -> dict[Domain, Quota]:
+    pairs = _QUOTA_PAIRS.decode(value)
+    quotas = dict(pairs)
+    if len(quotas) < len(pairs):
+        raise ValueError("must name a domain once")
+    return quotas
+
+
 def _decode_samples(value: Any) -> dict[RequestId, tuple[Sample, ...]]:
     if not isinstance(value, dict):
         raise ValueError("must be an object from request id to samples")
@@ -549,10 +642,15 @@ _HEX = _Codec(lambda value: value.hex(), _decode_hex)
 _TOKENS = _Codec(_encode_tokens, _decode_tokens)
 _DOMAIN = _Codec(lambda value: [value.kind.value, value.name], _decode_domain)
 _REASON = _Codec(lambda value: value.value, FinishReason)
+_SHARE = _Codec(lambda value: value, _decode_share)
+_FLAG = _Codec(lambda value: value, _decode_flag)
 _SAMPLES = _list_of(_row(Sample, ("token", _INTEGER), ("stop", _optional(_REASON))))
 _NOW_AND_NAMESPACE = {"now": _SECONDS, "namespace": _HEX}
 
-_CACHE = _Form(CacheConfig, {f.name: _COUNT for f in fields(CacheConfig)})
+_CACHE = _Form(
+    CacheConfig,
+    {"num_blocks": _COUNT, "block_size": _COUNT, "max_kept_share": _SHARE},
+)
 _SCHEDULER = _Form(
     SchedulerConfig,
     {
@@ -560,7 +658,22 @@ _SCHEDULER = _Form(
         "max_num_running": _COUNT,
         "max_request_tokens": _optional(_COUNT),
         "max_steps_awaiting": _COUNT,
-        "watermark": _SECONDS,
+        "watermark": _SHARE,
+        "lookahead": _COUNT,
+    },
+)
+_EVICTION = _Form(EvictionConfig, {"name": _TEXT, "objective": _TEXT})
+_QUOTA = _Form(
+    Quota,
+    {"floor_blocks": _COUNT, "cap_blocks": _optional(_COUNT), "weight": _SHARE},
+)
+_QUOTA_PAIRS = _list_of(_pair(_DOMAIN, _QUOTA.codec()))
+_QUOTAS = _Form(
+    QuotaConfig,
+    {
+        "quotas": _Codec(lambda q: _QUOTA_PAIRS.encode(q.items()), _decode_quotas),
+        "default": _QUOTA.codec(),
+        "public_blocks": _COUNT,
     },
 )
 _HEADER = _Form(
@@ -569,8 +682,21 @@ _HEADER = _Form(
         "model": _TEXT,
         "cache": _CACHE.codec(),
         "scheduler": _SCHEDULER.codec(),
-        "eviction": _TEXT,
+        "eviction": _EVICTION.codec(),
         "order": _TEXT,
+        "quotas": _optional(_QUOTAS.codec()),
+        "block_seconds": _optional(_list_of(_SECONDS)),
+    },
+)
+_HINTS = _Form(
+    Hints,
+    {
+        "session": _optional(_TEXT),
+        "ends_session": _FLAG,
+        "next_use_s": _optional(
+            _Codec(lambda s: _NEVER if s == math.inf else s, _decode_next_use)
+        ),
+        "ephemeral_from": _optional(_COUNT),
     },
 )
 _SPEC = _Form(
@@ -586,6 +712,11 @@ _SPEC = _Form(
         "adapter": _optional(_TEXT),
         "start_position": _COUNT,
         "tenant": _optional(_TEXT),
+        # Most requests have none.
+        "hints": _Codec(
+            lambda hints: None if hints == NO_HINTS else _HINTS.encode(hints),
+            lambda value: NO_HINTS if value is None else _HINTS.decode(value),
+        ),
     },
 )
 _PLAN = _Form(
@@ -614,7 +745,10 @@ _PLAN = _Form(
         "digest": _TEXT,
     },
 )
-_STATE = _Form(CoreState, {f.name: _COUNT for f in fields(CoreState)})
+_STATE = _Form(
+    CoreState,
+    {f.name: _TEXT if f.name == "digest" else _COUNT for f in fields(CoreState)},
+)
 _FORMS: Final[dict[str, _Form]] = {
     "declare": _Form(Declared, {"namespace": _HEX, "prefix": _TOKENS}),
     "add": _Form(Added, {"spec": _SPEC.codec()}),
@@ -636,6 +770,18 @@ _FORMS: Final[dict[str, _Form]] = {
     "lift_fence": _Form(FenceLifted, {"epoch": _COUNT}),
     "retire": _Form(NamespaceRetired, _NOW_AND_NAMESPACE),
     "reset": _Form(NamespaceReset, _NOW_AND_NAMESPACE),
+    "end_session": _Form(
+        SessionEnded, {"now": _SECONDS, "domain": _DOMAIN, "session": _TEXT}
+    ),
+    "keep": _Form(
+        Kept,
+        {
+            **_NOW_AND_NAMESPACE,
+            "domain": _DOMAIN,
+            "prefix": _TOKENS,
+            "until": _SECONDS,
+        },
+    ),
     "plan": _Form(Planned, {"plan": _PLAN.codec()}),
     "commit": _Form(
         Committed,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.cost import CostModel, StepShape
@@ -18,7 +19,7 @@ from stemkv.core.events import Event, RequestAborted, RequestFinished, TokenSamp
 from stemkv.core.plan import Sample, StepPlan, StepResult
 from stemkv.core.request import FinishReason, RequestId, child_id
 from stemkv.core.scheduler import Scheduler
-from stemkv.errors import InvariantError, StemKVError, StepLogError
+from stemkv.errors import ConfigError, InvariantError, StemKVError, StepLogError
 from stemkv.measure.steplog import (
     Abandoned,
     Added,
@@ -30,18 +31,22 @@ from stemkv.measure.steplog import (
     Declared,
     Fenced,
     FenceLifted,
+    Kept,
     NamespaceReset,
     NamespaceRetired,
     Planned,
     PlanRecord,
     Restarted,
+    SessionEnded,
     StepLog,
     StepLogHeader,
 )
 from stemkv.measure.timeline import percentile
-from stemkv.sim.policies import EVICTIONS, ORDERS
+from stemkv.sim.policies import ORDERS
 
 __all__ = ["Agreement", "Difference", "Prediction", "make_core", "predict", "repeat"]
+
+_Timed = Added | Cancelled | SessionEnded | Kept
 
 _FILLER = Sample(0)  # where a request gets further than it did when it was cancelled
 
@@ -93,15 +98,23 @@ class Prediction:
 
 def make_core(header: StepLogHeader) -> Scheduler:
     """Return a core like the recorded one, empty. Raises `StepLogError`."""
-    for field, name, known in (
-        ("eviction", header.eviction, sorted(EVICTIONS)),
-        ("order", header.order, sorted(ORDERS)),
-    ):
-        if name not in known:
-            raise StepLogError(
-                f"{field}: {name!r:.60} is not known here; known: {', '.join(known)}"
-            )
-    cache = PrefixCache(header.cache, EVICTIONS[header.eviction]())
+    if header.order not in ORDERS:
+        raise StepLogError(
+            f"order: {header.order!r:.60} is not known here; known: "
+            f"{', '.join(sorted(ORDERS))}"
+        )
+    costs = None
+    if header.block_seconds is not None:
+        # Eviction asks a cost model nothing else.
+        costs = cast(CostModel, _BlockPrices(header))
+    try:
+        cache = PrefixCache(
+            header.cache,
+            header.eviction.make(header.cache, costs),
+            quotas=header.quotas,
+        )
+    except ConfigError as error:
+        raise StepLogError(f"header: {error}") from None
     return Scheduler(header.scheduler, cache, ORDERS[header.order]())
 
 
@@ -147,6 +160,24 @@ def predict(log: StepLog, cost: CostModel) -> Prediction:
         measured_s={name: measured[name] for name in both},
         predicted_s={name: run.ttfts[name] for name in both},
     )
+
+
+class _BlockPrices:
+    """What a log says of the seconds that blocks take, to the last bit."""
+
+    def __init__(self, header: StepLogHeader) -> None:
+        self._block_seconds = header.block_seconds or ()
+        self._block_size = header.cache.block_size
+
+    def prefill_seconds(self, start: int, end: int) -> float:
+        """Return the seconds of one block, which is all that was recorded."""
+        index = start // self._block_size
+        if end - start != self._block_size or index >= len(self._block_seconds):
+            raise StepLogError(
+                f"block_seconds: {len(self._block_seconds)} blocks are priced, and "
+                f"tokens {start} to {end} are none of them"
+            )
+        return self._block_seconds[index]
 
 
 class _Repetition:
@@ -226,6 +257,8 @@ class _Repetition:
                 scheduler.retire(call.namespace, call.now)
             case NamespaceReset():
                 scheduler.cache.retire(call.namespace, call.now)
+            case SessionEnded() | Kept():
+                _tell_cache(scheduler.cache, call, call.now)
             case _:
                 raise InvariantError(f"a call that nobody repeats: {type(call)}")
 
@@ -242,6 +275,13 @@ class _Repetition:
     def _check_in_flight(self, request_id: RequestId) -> None:
         if self._scheduler.request(request_id) is None:
             raise StepLogError(f"request {request_id!r:.60} is not in flight")
+
+
+def _tell_cache(cache: PrefixCache, call: SessionEnded | Kept, now: float) -> None:
+    if isinstance(call, SessionEnded):
+        cache.end_session(call.domain, call.session, now)
+        return
+    cache.keep(call.namespace, call.domain, call.prefix, until=call.until, now=now)
 
 
 class _Run:
@@ -271,10 +311,15 @@ class _Run:
             self._now = max(self._now, _time_of(self._due[0]))
         while self._due and _time_of(self._due[0]) <= self._now:
             call = self._due.popleft()
-            if isinstance(call, Added):
-                self._scheduler.add(call.spec)
-            else:
-                self._scheduler.cancel(call.request_id, self._now, reason=call.reason)
+            match call:
+                case Added():
+                    self._scheduler.add(call.spec)
+                case Cancelled():
+                    self._scheduler.cancel(
+                        call.request_id, self._now, reason=call.reason
+                    )
+                case SessionEnded() | Kept():
+                    _tell_cache(self._scheduler.cache, call, self._now)
         if not self._scheduler.has_work:
             return
         plan = self._scheduler.schedule(self._now)
@@ -305,11 +350,11 @@ class _Run:
         return left.popleft() if left else _FILLER
 
 
-def _timed(log: StepLog) -> list[Added | Cancelled]:
+def _timed(log: StepLog) -> list[_Timed]:
     """Return what happens at a time of its own; refuse what has no place there."""
-    timed: list[Added | Cancelled] = []
+    timed: list[_Timed] = []
     for index, call in enumerate(log.calls):
-        if isinstance(call, Added | Cancelled):
+        if isinstance(call, _Timed):
             timed.append(call)
         elif not isinstance(call, Declared | Planned | Committed):
             raise StepLogError(
@@ -320,7 +365,7 @@ def _timed(log: StepLog) -> list[Added | Cancelled]:
     return timed
 
 
-def _time_of(call: Added | Cancelled) -> float:
+def _time_of(call: _Timed) -> float:
     return call.spec.arrival_s if isinstance(call, Added) else call.now
 
 

@@ -7,12 +7,15 @@ model; a sweep makes many of these.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.policies import EvictionConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
-from stemkv.sim.policies import eviction_named, order_named
+from stemkv.sim.hinting import HintRule
+from stemkv.sim.policies import check_eviction, check_online, order_named
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.sharing import SharingRule
 
 __all__ = ["ROUTINGS", "ReplayConfig"]
@@ -35,9 +38,16 @@ class ReplayConfig:
     # round_robin by arrival; session: a session (else a tenant) stays on one replica;
     # prefix: where most of the prompt is cached, of equals where fewest are in flight.
     routing: str = "round_robin"
-    eviction: str = "lru"
+    eviction: str = "reuse_index"
+    objective: str = "tokens"  # or seconds: what the eviction policy shall save
     order: str = "fcfs"
     sharing: SharingRule = field(default_factory=SharingRule)
+    quotas: TenantQuotas | None = None  # of one replica
+    hints: HintRule = field(default_factory=HintRule)
+    # Waiting requests, from the front, whose cached prefixes go late. `None`: the
+    # core's number with a clock; without one 0, as nobody waits there and to look at
+    # those who come next would be hindsight.
+    lookahead: int | None = None
     load: LoadConfig = field(default_factory=LoadConfig)
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
@@ -57,8 +67,11 @@ class ReplayConfig:
             if limit is not None and not 0 < limit < math.inf:
                 raise ConfigError(f"{name} must be a time above 0, got {limit}")
         # Mistakes show here and not when the replay starts.
-        eviction_named(self.eviction)
+        check_eviction(self.eviction)
+        EvictionConfig(objective=self.objective)
         order_named(self.order)
+        if self.quotas is not None:
+            self.quotas.check_rule(self.sharing)
         self.cache()
         self.limits()
 
@@ -66,12 +79,20 @@ class ReplayConfig:
         """Return the core's cache settings of one replica."""
         return CacheConfig(num_blocks=self.num_blocks, block_size=self.block_size)
 
+    def policy(self) -> EvictionConfig:
+        """Return the core's eviction settings; raises for one that knows the future."""
+        check_online(self.eviction)
+        return EvictionConfig(name=self.eviction, objective=self.objective)
+
     def limits(self) -> SchedulerConfig:
         """Return the core's scheduler settings of one replica."""
-        return SchedulerConfig(
+        limits = SchedulerConfig(
             token_budget=self.token_budget,
             max_num_running=self.max_num_running,
             max_request_tokens=self.max_request_tokens,
             max_steps_awaiting=self.max_steps_awaiting,
             watermark=self.watermark,
         )
+        if self.lookahead is None:
+            return limits
+        return replace(limits, lookahead=self.lookahead)

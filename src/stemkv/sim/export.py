@@ -7,13 +7,15 @@ of sharing stay as they are; whoever must hide those cannot share a trace.
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from typing import Literal, TextIO
 
 import msgspec
 
 from ..errors import ConfigError
-from .trace import NO_TENANT, Trace
+from .formats.fields import NEVER
+from .trace import NO_TENANT, Trace, TraceRequest
 
 __all__ = ["export_trace"]
 
@@ -35,7 +37,7 @@ def export_trace(
     it secret, and use another one for every recipient who must not compare.
 
     Fields beyond the format's own (`block_size`, `tenant`, `identity`, links between
-    turns, `is_estimate`, `is_opaque`) are written only where they say something.
+    turns, `is_estimate`, `is_opaque`, hints) are written only where they say something.
     """
     if not salt:
         raise ConfigError("salt must not be empty: pseudonyms could be guessed")
@@ -61,6 +63,7 @@ def export_trace(
             record["is_estimate"] = True
         if request.is_opaque:
             record["is_opaque"] = True
+        record.update(_hints(request))
         out.write(msgspec.json.encode(record).decode() + "\n")
 
 
@@ -99,6 +102,18 @@ def _bailian(trace: Trace, index: int, ids: list[int], turn: int) -> dict[str, o
     if request.parent is not None:
         record["think_s"] = request.think_s
     return record
+
+
+def _hints(request: TraceRequest) -> dict[str, object]:
+    hints: dict[str, object] = {}
+    if request.ends_session:
+        hints["ends_session"] = True
+    if request.next_use_s is not None:
+        is_never = math.isinf(request.next_use_s)
+        hints["next_use_s"] = NEVER if is_never else request.next_use_s
+    if request.ephemeral_from is not None:
+        hints["ephemeral_from"] = request.ephemeral_from
+    return hints
 
 
 def _scaled(seconds: float, unit_ns: int) -> int | float:

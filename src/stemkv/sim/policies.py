@@ -1,38 +1,61 @@
 """The words for policies, as people type them.
 
-Owns which names a replay accepts. The policies are the core's.
+Owns which names a replay accepts: the core's policies, and the one that only a replay
+can have. The policies are the core's and `clairvoyant`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final
 
-from stemkv.core.eviction import EvictionPolicy, Lru
 from stemkv.core.order import AdmissionOrder, Fcfs
+from stemkv.core.policies import EVICTIONS as _ONLINE
+from stemkv.core.policies import OBJECTIVES
 from stemkv.errors import ConfigError
 
-__all__ = ["EVICTIONS", "ORDERS", "eviction_named", "order_named"]
+__all__ = [
+    "CLAIRVOYANT",
+    "EVICTIONS",
+    "OBJECTIVES",
+    "ONLINE_EVICTIONS",
+    "ORDERS",
+    "check_eviction",
+    "check_online",
+    "order_named",
+]
 
-EVICTIONS: Final = MappingProxyType[str, Callable[[], EvictionPolicy]]({"lru": Lru})
+CLAIRVOYANT: Final = "clairvoyant"  # knows the trace: for replays without a clock
+ONLINE_EVICTIONS: Final = _ONLINE  # what an engine can have
+EVICTIONS: Final = (*ONLINE_EVICTIONS, CLAIRVOYANT)
 ORDERS: Final = MappingProxyType[str, Callable[[], AdmissionOrder]]({"fcfs": Fcfs})
 
-T = TypeVar("T")
+
+def check_eviction(name: str) -> None:
+    """Raise `ConfigError` for a name that no policy has."""
+    if name not in EVICTIONS:
+        raise ConfigError(
+            f"eviction must be one of {', '.join(EVICTIONS)}, got {name!r:.80}"
+        )
 
 
-def eviction_named(name: str) -> EvictionPolicy:
-    """Return a new eviction policy; `ConfigError` lists the names."""
-    return _named("eviction", EVICTIONS, name)
+def check_online(name: str) -> None:
+    """Raise `ConfigError` for a policy that needs to know the future."""
+    check_eviction(name)
+    if name == CLAIRVOYANT:
+        raise ConfigError(
+            f"eviction {CLAIRVOYANT} has to know which request comes next, which with a "
+            f"clock depends on what it evicts; replay without a clock, or take one of "
+            f"{', '.join(ONLINE_EVICTIONS)}"
+        )
 
 
 def order_named(name: str) -> AdmissionOrder:
     """Return a new admission order; `ConfigError` lists the names."""
-    return _named("order", ORDERS, name)
-
-
-def _named(what: str, known: MappingProxyType[str, Callable[[], T]], name: str) -> T:
-    make = known.get(name)
+    make = ORDERS.get(name)
     if make is None:
-        raise ConfigError(f"{what} must be one of {', '.join(known)}, got {name!r:.80}")
+        raise ConfigError(
+            f"order must be one of {', '.join(ORDERS)}, got {name!r:.80}"
+        )
     return make()

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from stemkv.core.cost import CostModel
 from stemkv.core.request import RequestId, RequestSpec
@@ -19,11 +20,11 @@ from stemkv.measure.results import ReplayResult
 from stemkv.sim.arrivals import Arrivals, identity_facts, public_tokens
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.outcome import Outcome
-from stemkv.sim.policies import eviction_named, order_named
+from stemkv.sim.policies import check_online, order_named
 from stemkv.sim.replica import Replica
 from stemkv.sim.trace import Trace
 
-__all__ = ["replay"]
+__all__ = ["check_quotas", "replay"]
 
 # What happens at one moment happens in this order: whoever arrives when a step ends is
 # considered for the next one, as by an engine that takes requests in before a step.
@@ -40,13 +41,29 @@ def replay(
     """Replay a trace until every request has ended.
 
     `progress(done, total)` is called now and then. Requests that can never run are
-    refused and counted. Raises `InvariantError` if the ledger does not add up.
+    refused and counted. Raises `ConfigError` for a policy that has to know the future,
+    and for quotas that the memory cannot keep; `InvariantError` if the ledger does not
+    add up.
     """
     if not trace.requests:
         raise ConfigError(f"trace {trace.name} has no requests")
+    check_online(config.eviction)
+    check_quotas(trace, config, costs)
     loop = _Loop(trace, config, costs)
     loop.run(progress)
     return loop.outcome()
+
+
+def check_quotas(trace: Trace, config: ReplayConfig, costs: CostModel) -> None:
+    """Raise `ConfigError` for quotas that the memory cannot keep for this trace."""
+    if config.quotas is not None:
+        config.quotas.check(
+            trace,
+            config.sharing,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            block_bytes=config.block_size * costs.bytes_per_token,
+        )
 
 
 class _Loop:
@@ -57,6 +74,7 @@ class _Loop:
         self._config = config
         self._costs = costs
         self._arrivals = Arrivals(trace, config.sharing, config.load)
+        self._hints = config.hints.of(trace)
         self._public = public_tokens(trace, config.sharing)
         self._facts = {
             namespace: identity_facts(request.identity)
@@ -110,15 +128,20 @@ class _Loop:
         ).result()
 
     def _replica(self, index: int) -> Replica:
-        config = self._config
+        config, costs = self._config, self._costs
+        quotas = None
+        if config.quotas is not None:
+            block_bytes = config.block_size * costs.bytes_per_token
+            quotas = config.quotas.in_blocks(config.sharing, block_bytes)
         replica = Replica(
             index,
             cache=config.cache(),
             limits=config.limits(),
-            eviction=eviction_named(config.eviction),
+            make_policy=config.policy().make(config.cache(), costs),
             order=order_named(config.order),
-            costs=self._costs,
+            costs=costs,
             on_end=self._ended,
+            quotas=quotas,
         )
         for namespace, facts in self._facts.items():
             replica.ledger.name(namespace, facts)
@@ -143,7 +166,7 @@ class _Loop:
         return self._moments[0][0] if self._moments else math.inf
 
     def _arrive(self, index: int, now: float) -> None:
-        spec = self._arrivals.spec(index, now)
+        spec = replace(self._arrivals.spec(index, now), hints=self._hints[index])
         replica = self._route(index, spec)
         self._arrived_s[index] = now
         self._num_arrived += 1

@@ -17,6 +17,7 @@ from stemkv.core.cost import CostModel, StepShape
 from stemkv.core.entry import LedgerEntry
 from stemkv.core.events import (
     BlocksEvicted,
+    BlocksRefused,
     RequestFinished,
     RequestPreempted,
     TokenSampled,
@@ -25,6 +26,7 @@ from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.ledger import Ledger
 from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import Sample, StepPlan, StepResult
+from stemkv.core.quota import QuotaConfig
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TOKEN_BYTES
@@ -66,16 +68,19 @@ class Replica:
         *,
         cache: CacheConfig,
         limits: SchedulerConfig,
-        eviction: EvictionPolicy,
+        make_policy: Callable[[], EvictionPolicy],
         order: AdmissionOrder,
         costs: CostModel,
         on_end: Callable[[RequestId, float], None],
+        quotas: QuotaConfig | None = None,
     ) -> None:
         self.index = index
         self.costs = costs
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
-        self.cache = PrefixCache(cache, eviction, ledger=self.ledger)
+        self.cache = PrefixCache(
+            cache, make_policy, quotas=quotas, ledger=self.ledger
+        )
         self.scheduler = Scheduler(limits, self.cache, order)
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
@@ -84,6 +89,7 @@ class Replica:
         self.num_steps = 0
         self.busy_s = 0.0
         self.num_preemptions = 0
+        self.num_refused_blocks = 0  # not retained after their last lease
         self._on_end = on_end
         self._scripts: dict[RequestId, _Script] = {}
         self._plan: StepPlan | None = None
@@ -187,6 +193,8 @@ class Replica:
                         times.lost_s = event.now
                 case BlocksEvicted():
                     num_evicted += event.num_blocks
+                case BlocksRefused():
+                    self.num_refused_blocks += event.num_blocks
         self.entries.extend(self.ledger.take_entries())
         if num_gaps:
             self.itl_s[gap] += num_gaps

@@ -18,12 +18,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from stemkv.core.cache import PrefixCache, Waiting
+from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig
 from stemkv.core.cost import CostModel
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.eviction.lru import Lru
 from stemkv.core.identity import Domain
+from stemkv.core.lookahead import Waiting
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TokenIds
 from stemkv.errors import ConfigError

@@ -22,15 +22,15 @@ class Stopwatch:
     """Times every hook of `policy`, questions included.
 
     `clock` gives nanoseconds and never goes back. `perf_counter_ns` runs on while the
-    process waits for a core; `time.process_time_ns` does not, but takes longer to read
-    and on some systems ticks coarsely.
+    process waits for a core; `time.process_time_ns` does not, but takes longer to read.
 
-    A call on the clock takes time itself, about as long as a cheap hook. How much of
-    that lies between two readings with nothing between them is measured on
-    construction (`overhead_s`, median of 1,001) and left out of `seconds`. Not left
-    out are the call of the hook itself, which the cache makes with or without a
-    stopwatch. What a stopwatch adds to the run is more: both readings and one more
-    call for each hook.
+    A reading takes time itself. What passes between two readings with nothing between
+    them is measured on construction (`overhead_s`, median of 1,001) and left out of
+    `seconds`. The run gets longer by more than that: by both readings and one more call
+    for each hook. So the duration of a run is to be taken without a stopwatch.
+
+    Not in `seconds`: what the cache does for a policy outside of hooks, which is the
+    keys of blocks where `needs_keys`.
     """
 
     def __init__(

@@ -43,6 +43,11 @@ class TraceRequest:
     line: int = 0  # where it stood in its file; 0: generated
     # Nothing but the length of the prompt is known; its units are nobody else's.
     is_opaque: bool = False
+    # What its sender said of the future when it was sent (see `core.hints`).
+    ends_session: bool = False  # nothing will continue `session`, which is then told
+    # Seconds from the end of the request until its prompt is used again; inf: never.
+    next_use_s: float | None = None
+    ephemeral_from: int | None = None  # tokens from this one on are used once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,7 @@ from heapq import heapify, heappop, heappush
 
 __all__ = ["Leaves", "TwoEndedLeaves"]
 
-Key = tuple[
-    float, int
-]  # a total order: the second part is unique, or ties are one leaf
+Key = tuple[float, ...]  # different for any two leaves, so that the order is total
 
 
 class Leaves:

@@ -6,6 +6,7 @@ Owns the time of each node's last use, as the number of the event.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from stemkv.core.eviction.leaves import Leaves
 
@@ -15,25 +16,27 @@ __all__ = ["Lru"]
 class Lru:
     """Least recently used; of nodes used at once, the one that appeared last goes first.
 
-    A use lasts from the beginning of the first lease to the end of the last.
+    A use lasts from the beginning of the first lease to the end of the last, so what is
+    in use was used later than anything else.
     """
 
     needs_keys = False
 
     def __init__(self) -> None:
-        self._last_used: dict[int, int] = {}  # by node id: tick
+        # By node id: the tick at which its last use ended; inf while it lasts
+        self._last_used: dict[int, float] = {}
         self._leaves = Leaves()
 
     def num_alike(self, keys: Sequence[int]) -> int:
-        """Blocks that come together were used together."""
+        """All of them: blocks that come together are used together."""
         return len(keys)
 
     def can_extend(self, node_id: int, keys: Sequence[int]) -> bool:
-        """A lease that adds blocks to a node uses the node as well."""
+        """Always: a lease that adds blocks to a node uses the node as well."""
         return True
 
     def can_merge(self, upper_id: int, lower_id: int) -> bool:
-        """Keep apart what was not used at the same time."""
+        """Keep apart what is not in use and was not used at the same time."""
         return self._last_used[upper_id] == self._last_used[lower_id]
 
     def published(
@@ -48,11 +51,11 @@ class Lru:
         now: float,
     ) -> None:
         """Count publishing as a use."""
-        self._last_used[node_id] = tick
+        self._last_used[node_id] = inf
 
     def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
-        """Remember the use."""
-        self._last_used[node_id] = tick
+        """Begin a use, if none lasts."""
+        self._last_used[node_id] = inf
 
     def released(self, node_id: int, *, tick: int, now: float) -> None:
         """Remember the end of the use."""

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from stemkv.core.eviction.ghosts import Ghosts
 from stemkv.core.eviction.leaves import TwoEndedLeaves
 from stemkv.core.eviction.reuse_times import Cohort, ReuseTimes
-from stemkv.errors import InvariantError
 
 __all__ = ["ReuseIndex"]
 
@@ -94,14 +93,11 @@ class ReuseIndex:
         worth: Callable[[int], float] | None = None,
         blocks_per_count: float = 1.0,
     ) -> None:
-        self._max_ghosts = _GHOSTS_PER_BLOCK * num_blocks
         self._worth = worth
         self._weight = 1.0 / blocks_per_count
         self._times = ReuseTimes()
         self._pasts: dict[int, _Past] = {}  # by node id
-        # By the key of the first block; the one that was dropped first is first.
-        self._ghosts: OrderedDict[int, _Past] = OrderedDict()
-        self._num_ghosts = 0  # blocks
+        self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks, _Past.is_like)
         self._leaves: dict[int, TwoEndedLeaves] = {}  # by class
         self._kind_of: dict[int, int] = {}  # node id → class, evictable ones
 
@@ -109,20 +105,7 @@ class ReuseIndex:
 
     def num_alike(self, keys: Sequence[int]) -> int:
         """Return how far the past of the first block reaches, or what has none."""
-        first, num_alike = self._ghosts.get(keys[0]), 0
-        if first is None:
-            for num_alike, key in enumerate(keys):
-                if key in self._ghosts:
-                    return num_alike
-            return len(keys)
-        ghost: _Past | None = first
-        while ghost is not None and ghost.is_like(first):
-            num_same = _num_same(ghost.keys, keys, num_alike)
-            num_alike += num_same
-            if num_same < len(ghost.keys) or num_alike == len(keys):
-                break
-            ghost = self._ghosts.get(keys[num_alike])
-        return num_alike
+        return self._ghosts.num_alike(keys)
 
     def can_extend(self, node_id: int, keys: Sequence[int]) -> bool:
         """Only blocks without a past, behind those of the same lease."""
@@ -153,12 +136,11 @@ class ReuseIndex:
             past.tick, past.last_used_s = tick, now
             return
         own = array("Q", keys)
-        ghost = self._ghosts.get(own[0])
+        ghost = self._ghosts.recall(own)
         if ghost is None:
             self._pasts[node_id] = _Past(start, own, hint, tick, now)
             return
         past = self._pasts[node_id] = ghost.part(start, own)
-        self._forget_ghosts(own)
         self._use(past, hint, tick, now)
 
     def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
@@ -206,7 +188,7 @@ class ReuseIndex:
         past = self._pasts[node_id]
         gone = past.keys[num_left:]
         if may_return:
-            self._remember(past.part(past.start + num_left, gone))
+            self._ghosts.remember(gone, past.part(past.start + num_left, array("Q")))
         if num_left:
             del past.keys[num_left:]
             return
@@ -259,42 +241,6 @@ class ReuseIndex:
         past.tick = tick
         past.last_used_s = now
 
-    def _remember(self, ghost: _Past) -> None:
-        key = ghost.keys[0]
-        known = self._ghosts.pop(key, None)
-        if known is not None:  # a rare accident: two blocks with one key
-            self._num_ghosts -= len(known.keys)
-        self._ghosts[key] = ghost
-        self._num_ghosts += len(ghost.keys)
-        while self._num_ghosts > self._max_ghosts:
-            _, oldest = self._ghosts.popitem(last=False)
-            self._num_ghosts -= len(oldest.keys)
-
-    def _forget_ghosts(self, keys: array[int]) -> None:
-        """Take the ghosts of these blocks away: they are resident again."""
-        at = 0
-        while at < len(keys):
-            ghost = self._ghosts.pop(keys[at], None)
-            if ghost is None:
-                raise InvariantError("a run was published with two pasts")
-            num_same = _num_same(ghost.keys, keys, at)
-            self._num_ghosts -= len(ghost.keys)
-            if num_same < len(ghost.keys):
-                rest = ghost.part(ghost.start + num_same, ghost.keys[num_same:])
-                # In its old place would be better than at the end; it is rare.
-                self._ghosts[rest.keys[0]] = rest
-                self._num_ghosts += len(rest.keys)
-            at += num_same
-
 
 def _kind(num_uses: int, gap: int, hint: int) -> int:
     return hint * _NUM_PASTS + (num_uses - 1) * (len(_GAP_EDGES) + 2) + gap
-
-
-def _num_same(ghost: array[int], keys: Sequence[int], start: int) -> int:
-    """Return how many leading keys of a ghost are those from `start` on."""
-    num_most = min(len(ghost), len(keys) - start)
-    for at in range(num_most):
-        if ghost[at] != keys[start + at]:
-            return at
-    return num_most

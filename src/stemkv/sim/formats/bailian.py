@@ -1,8 +1,8 @@
 """Qwen-Bailian traces: block ids, seconds, 16 tokens a block, turns of chats.
 
 The format of alibaba-edu/qwen-bailian-usagetraces-anon. `block_size`,
-`session_id`, `tenant`, `identity`, `think_s`, `is_estimate`, `is_opaque` are what our own
-export adds.
+`session_id`, `tenant`, `identity`, `think_s`, `is_estimate`, `is_opaque` and the hints
+(`ends_session`, `next_use_s`, `ephemeral_from`) are what our own export adds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ LAYOUT = Layout(
         "identity": ("identity",),
         "is_estimate": ("is_estimate",),
         "is_opaque": ("is_opaque",),
+        "ends_session": ("ends_session",),
+        "next_use": ("next_use_s:s",),
+        "ephemeral_from": ("ephemeral_from",),
     },
     notes=(
         "the log has no end times: think times are gaps between arrivals, so they "

@@ -42,6 +42,9 @@ class DraftRequest:
     think_ns: int | None = None  # `None`: what the arrivals leave of it
     service_ns: int | None = None  # arrival to end, as recorded
     is_opaque: bool = False
+    ends_session: bool = False
+    next_use_s: float | None = None
+    ephemeral_from: int | None = None
 
 
 class Draft:
@@ -254,6 +257,9 @@ class Draft:
                 session=draft.session,
                 line=draft.line,
                 is_opaque=draft.is_opaque,
+                ends_session=draft.ends_session,
+                next_use_s=draft.next_use_s,
+                ephemeral_from=draft.ephemeral_from,
             )
             if at is not None and parent is not None:
                 think = draft.think_ns
@@ -267,6 +273,8 @@ class Draft:
                     # A conversation has its first turn's name.
                     before.session = before.request_id
                 request.session = request.session or before.session
+            if request.ends_session and request.session is None:
+                request.session = request.request_id  # it stands alone: all of it
             requests.append(request)
         if orphans:
             self.notes.append(

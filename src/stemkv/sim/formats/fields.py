@@ -7,6 +7,7 @@ user maps himself.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from .roles import MappedFields, Place, place_of
 __all__ = [
     "DEFAULT_UNIT_SIZE",
     "MAX_UNIT_SIZE",
+    "NEVER",
     "FieldReader",
     "Layout",
     "identity_of",
@@ -28,6 +30,7 @@ __all__ = [
 
 DEFAULT_UNIT_SIZE = 16  # tokens; the block of most engines
 MAX_UNIT_SIZE = 2**20  # tokens; what is larger is no size of a block
+NEVER = "never"  # a declared next use that will not come
 _MAX_TOKEN = 2**31
 _DAY_NS = 86_400 * 10**9
 
@@ -106,6 +109,9 @@ class FieldReader:
             output_length=self._output_length(line),
             input_length=0,
             units=array("i"),
+            ends_session=self._is_true(line, "ends_session"),
+            next_use_s=self._next_use(line),
+            ephemeral_from=self._count(line, "ephemeral_from")[0],
         )
         unit_size = self._unit_size(line)
         self._fill(request, line, unit_size)
@@ -206,6 +212,14 @@ class FieldReader:
         if before is None or (delay is None and arrival is not None):
             return None, think
         return before, delay or 0
+
+    def _next_use(self, line: Line) -> float | None:
+        """Return the pause that was declared, in seconds; inf where it says never."""
+        value, _ = self._find(line, "next_use")
+        if value == NEVER:
+            return math.inf
+        told = self._time(line, "next_use")
+        return None if told is None else told / 1e9
 
     # Lengths and content
 

@@ -35,5 +35,8 @@ LAYOUT = Layout(
         "unit_size": ("block_size",),
         "session": ("session_id",),
         "tenant": ("tenant",),
+        "ends_session": ("ends_session",),
+        "next_use": ("next_use_s:s",),
+        "ephemeral_from": ("ephemeral_from",),
     },
 )

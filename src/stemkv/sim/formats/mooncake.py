@@ -2,8 +2,8 @@
 
 The format of kvcache-ai/Mooncake (FAST'25 release). AIPerf's `session_id` and `delay`
 are read, its other additions ignored; `block_size` is kvcache-simulator's. `tenant`,
-`identity`, `request_id`, `parent_id`, `think_ms`, `is_estimate`, `is_opaque` are what our
-own export adds.
+`identity`, `request_id`, `parent_id`, `think_ms`, `is_estimate`, `is_opaque` and the hints
+(`ends_session`, `next_use_s`, `ephemeral_from`) are what our own export adds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ LAYOUT = Layout(
         "identity": ("identity",),
         "is_estimate": ("is_estimate",),
         "is_opaque": ("is_opaque",),
+        "ends_session": ("ends_session",),
+        "next_use": ("next_use_s:s",),
+        "ephemeral_from": ("ephemeral_from",),
         "request_id": ("request_id",),
         "parent": ("parent_id",),
     },

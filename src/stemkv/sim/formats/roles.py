@@ -25,6 +25,9 @@ ROLES: dict[str, str] = {
     "delay": "pause after the session's earlier turn (time)",
     "think": "pause after its parent's end (time)",
     "parent": "request id of the earlier turn that it continues",
+    "ends_session": "true if it said that nothing will continue its session",
+    "next_use": "said: from its end until its prompt is used again (time), or never",
+    "ephemeral_from": "said: the prompt token from which on it is used only once",
     "session": "conversation or agent run",
     "tenant": "who must not see other tenants' KV",
     "identity": "whatever else must be equal to share KV",
@@ -48,8 +51,7 @@ ROLES: dict[str, str] = {
     "is_cached": "true if a cache of answers replied, so that no model ran",
     "routing_key": "a hint for routing only; counted, not used",
 }
-_TIMES = {"arrival", "end", "delay", "think"}
-_TIMES = {"arrival", "end", "delay", "think"}
+_TIMES = {"arrival", "end", "delay", "think", "next_use"}
 _MAY_BE_ABSENT = {"error", "is_cached"}  # a log need not have a case of it
 
 

@@ -1,0 +1,103 @@
+"""What an engine's core is made of, found out before anything expensive is done.
+
+Owns the way from the engine's words (bytes, tenants) to the core's (blocks, domains),
+and the checks that need both the settings and the model. Makes no core itself: the
+engine or its recorder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.cost import CostModel
+from stemkv.core.eviction import EvictionPolicy
+from stemkv.core.policies import EvictionConfig
+from stemkv.core.quota import QuotaConfig
+from stemkv.engine.config import EngineConfig
+from stemkv.engine.load import LoadedModel
+from stemkv.errors import ConfigError
+
+__all__ = ["CoreSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """Settings of cache, scheduler and eviction that go together.
+
+    `costs` are what an objective of seconds weighs blocks with; without that objective
+    they decide nothing. Raises `ConfigError` for quotas that the cache cannot promise,
+    and where seconds are wanted without costs.
+    """
+
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    quotas: QuotaConfig | None = None
+    costs: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.eviction.objective == "seconds" and self.costs is None:
+            raise ConfigError(
+                "eviction.objective seconds needs costs, to know what a token deep in "
+                "a prompt costs more; give the engine `costs` (`stemkv calibrate` "
+                "measures them), or choose objective tokens"
+            )
+        if self.quotas is not None:
+            self.quotas.check(self.cache.num_blocks)
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, loaded: LoadedModel, costs: CostModel | None
+    ) -> CoreSettings:
+        """Return the settings of the core that serves a model."""
+        bytes_per_block = loaded.kv_bytes_per_token * config.block_size
+        num_blocks = config.kv_memory_bytes // bytes_per_block
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_memory_bytes {config.kv_memory_bytes} holds no block; one "
+                f"block of {config.block_size} tokens takes {bytes_per_block} bytes"
+            )
+        quotas = None
+        if config.quotas is not None:
+            config.quotas.check(config.sharing)
+            quotas = config.quotas.in_blocks(bytes_per_block)
+        return cls(
+            cache=CacheConfig(
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                max_kept_share=config.max_kept_share,
+            ),
+            scheduler=SchedulerConfig(
+                token_budget=config.token_budget,
+                max_num_running=config.max_num_running,
+                max_request_tokens=loaded.context_length,
+                lookahead=config.lookahead,
+            ),
+            eviction=config.eviction,
+            quotas=quotas,
+            costs=costs,
+        )
+
+    @property
+    def make_policy(self) -> Callable[[], EvictionPolicy]:
+        """What makes the eviction policy, as often as the cache calls it."""
+        return self.eviction.make(self.cache, self.costs)
+
+    @property
+    def block_seconds(self) -> tuple[float, ...] | None:
+        """Seconds to compute each block of the longest prompt behind those before it.
+
+        `None` if nothing is decided by them. They are all that eviction asks of a cost
+        model, so a log that holds them can be repeated without it.
+        """
+        if self.eviction.objective != "seconds" or self.costs is None:
+            return None
+        size, most = self.cache.block_size, self.cache.num_blocks
+        if self.scheduler.max_request_tokens is not None:
+            most = min(most, -(-self.scheduler.max_request_tokens // size))
+        return tuple(
+            self.costs.prefill_seconds(index * size, (index + 1) * size)
+            for index in range(most)
+        )

@@ -1,0 +1,146 @@
+"""Quotas as an operator thinks of them: tenants and groups, in bytes.
+
+Owns the settings and how they become the core's, which counts blocks of domains. Whose
+block makes room, and whether the floors add up, is `core.quota`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stemkv.core.identity import Domain
+from stemkv.core.quota import Quota, QuotaConfig
+from stemkv.core.sharing import Sharing, SharingPolicy
+from stemkv.errors import ConfigError
+
+__all__ = ["MemoryQuota", "MemoryQuotas"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryQuota:
+    """What one tenant or group may retain."""
+
+    floor_bytes: int = 0  # never lost to another
+    cap_bytes: int | None = None  # never retains more; None: no cap
+    # What it has beyond its floor is compared with others' over their weights: the one
+    # with most gives first.
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_bytes("floor_bytes", self.floor_bytes)
+        if self.cap_bytes is not None:
+            _check_bytes("cap_bytes", self.cap_bytes)
+            if self.cap_bytes < self.floor_bytes:
+                raise ConfigError(
+                    f"cap_bytes must not be below floor_bytes, got "
+                    f"{self.cap_bytes:,} and {self.floor_bytes:,}"
+                )
+        Quota(weight=self.weight)  # says what is wrong with it
+
+    def in_blocks(self, bytes_per_block: int, *, whose: str) -> Quota:
+        """Return the quota in whole blocks, rounded down, as the memory itself is.
+
+        Raises `ConfigError` for a floor that holds no block: it would promise nothing.
+        """
+        floor_blocks = self.floor_bytes // bytes_per_block
+        if self.floor_bytes and not floor_blocks:
+            raise ConfigError(
+                f"quotas: floor_bytes {self.floor_bytes:,} of {whose} holds no block; "
+                f"one block takes {bytes_per_block:,} bytes"
+            )
+        cap = self.cap_bytes
+        return Quota(
+            floor_blocks=floor_blocks,
+            cap_blocks=None if cap is None else cap // bytes_per_block,
+            weight=self.weight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryQuotas:
+    """Quotas of an engine.
+
+    A group has one quota for all its members. `default` is for everybody who is not
+    named, each for itself, and has no floor: how many there will be is unknown.
+    `public_bytes` are for prefixes declared public, which are kept for good; where
+    there are quotas, no more can be declared. Mappings are copied.
+    """
+
+    tenants: Mapping[str, MemoryQuota] = field(default_factory=dict)
+    groups: Mapping[str, MemoryQuota] = field(default_factory=dict)
+    default: MemoryQuota = field(default_factory=MemoryQuota)
+    public_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_bytes("public_bytes", self.public_bytes)
+        # Frozen: the only way to set a field.
+        object.__setattr__(self, "tenants", _checked("tenants", self.tenants))
+        object.__setattr__(self, "groups", _checked("groups", self.groups))
+        _check_quota("default", self.default)
+        if self.default.floor_bytes:
+            raise ConfigError(
+                f"default must have no floor_bytes, got {self.default.floor_bytes:,}; "
+                f"name the tenants that have one"
+            )
+
+    def check(self, sharing: SharingPolicy) -> None:
+        """Refuse names that no request of such a policy has: they may be misspelt."""
+        for name in self.groups:
+            if name not in sharing.groups:
+                known = ", ".join(map(repr, sorted(sharing.groups))) or "none"
+                raise ConfigError(
+                    f"quotas: no group is called {name!r:.80}; known: {known}"
+                )
+        if Sharing.PRIVATE in sharing.classes.values():
+            return  # then members of groups have private requests, too
+        for name in self.tenants:
+            domain = sharing.domain(name)
+            if domain != Domain.private(name):
+                raise ConfigError(
+                    f"quotas: tenant {name!r:.80} retains nothing of its own: it "
+                    + (
+                        "shares with nobody; leave its quota out"
+                        if domain is None
+                        else f"is in group {domain.name!r:.80}; give that a quota"
+                    )
+                )
+
+    def in_blocks(self, bytes_per_block: int) -> QuotaConfig:
+        """Return the core's quotas; raises `ConfigError` for a floor without a block."""
+        quotas: dict[Domain, Quota] = {}
+        for name, quota in self.tenants.items():
+            quotas[Domain.private(name)] = quota.in_blocks(
+                bytes_per_block, whose=f"tenant {name!r:.80}"
+            )
+        for name, quota in self.groups.items():
+            quotas[Domain.group(name)] = quota.in_blocks(
+                bytes_per_block, whose=f"group {name!r:.80}"
+            )
+        return QuotaConfig(
+            quotas=quotas,
+            default=self.default.in_blocks(bytes_per_block, whose="default"),
+            public_blocks=self.public_bytes // bytes_per_block,
+        )
+
+
+def _checked(where: str, quotas: object) -> dict[str, MemoryQuota]:
+    if not isinstance(quotas, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(quotas).__name__}")
+    for name, quota in quotas.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}: a name must be text, got {name!r:.80}")
+        _check_quota(f"{where}: {name!r:.80}", quota)
+    return dict(quotas)
+
+
+def _check_quota(where: str, quota: object) -> None:
+    if not isinstance(quota, MemoryQuota):
+        raise ConfigError(f"{where} must be a MemoryQuota, got {type(quota).__name__}")
+
+
+def _check_bytes(field_name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(
+            f"{field_name} must be a number of bytes of at least 0, got {value!r:.80}"
+        )
