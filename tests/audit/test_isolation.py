@@ -24,9 +24,13 @@ from stemkv.audit.isolation.worlds import visible_to
 from stemkv.audit.verdict import AuditReport, Verdict
 from stemkv.core.cache import PrefixCache
 from stemkv.core.events import BlocksPublished, RequestAdmitted, RequestForked
+from stemkv.core.eviction import EvictionPolicy, ReuseIndex
+from stemkv.core.eviction.reuse_times import ReuseTimes
 from stemkv.core.identity import PUBLIC, Domain, DomainKind
 from stemkv.core.plan import StepPlan
+from stemkv.core.quota import Quota, QuotaConfig, Quotas
 from stemkv.core.request import Request, RequestId
+from stemkv.core.retention import Retention
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.sharing import SharingPolicy
 from stemkv.engine import Engine, LoadedModel
@@ -124,6 +128,8 @@ THEFT = "secret behind a known beginning"
 THEFT_PUBLIC = "declared public"
 THEFT_TIME = "than guessing does"
 TTFT = "Time to first token does not depend"
+VOLUME = "tells how much others take"
+HABITS = "does not tell that"
 CLAIMS = (
     MATCH,
     COUNTS,
@@ -141,6 +147,8 @@ CLAIMS = (
     THEFT_PUBLIC,
     THEFT_TIME,
     TTFT,
+    VOLUME,
+    HABITS,
 )
 
 
@@ -180,6 +188,12 @@ def test_the_report_can_be_stored_and_says_what_remains_visible(
     assert any("remains visible" in table["title"] for table in document["tables"])
     lost = {row["num_taken"]: row["num_lost"] for row in document["data"]["pressure"]}
     assert lost[16] == 8, "others' load is felt without quotas, and it is said"
+    pooled, floored = document["data"]["habits"]
+    assert pooled["num_told"] == pooled["num_plays"] > 0, "habits are, too"
+    assert floored["num_told"] == 0
+    beyond = document["data"]["beyond_floor"]
+    assert beyond["floor"] < beyond["num_left"] < beyond["num_retained"]
+    assert beyond["num_lost_running"] > 0, "a floor is no room to run, and it is said"
 
 
 def test_the_same_seed_gives_the_same_report_and_progress_is_told(
@@ -241,12 +255,48 @@ def use_refreshes_equal_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
     def touching(self: PrefixCache, *rest: Any, now: float, **more: Any) -> Any:
         lease = acquire(self, *rest, now=now, **more)
         tokens = rest[2]
-        for node in self.tree.nodes():
-            if tokens.startswith(node.edge):
-                self._policy.touched(node.id, now=now)
+        for node in tuple(self.tree.nodes()):
+            if lease is not None and tokens.startswith(node.edge):
+                self._retention.used(node, lease, tick=self._tick, now=now)
+                self._retention._replace(node.id, now)
         return lease
 
     patch.setattr(PrefixCache, "acquire", touching)
+
+
+def floors_are_not_minded(patch: pytest.MonkeyPatch) -> None:
+    """Whoever has most gives, floor or not."""
+    init = Quotas.__init__
+
+    def forgetful(self: Quotas, config: QuotaConfig, num_blocks: int) -> None:
+        init(self, QuotaConfig(), num_blocks)
+        # And so that the smaller one gives as well: what is small weighs more.
+        self.config = QuotaConfig(
+            quotas={each: Quota(weight=0.01) for each in config.quotas}
+        )
+
+    patch.setattr(Quotas, "__init__", forgetful)
+
+
+def policies_learn_from_all_tenants(patch: pytest.MonkeyPatch) -> None:
+    """Each domain has a policy, but what they know is one."""
+    init = Retention.__init__
+
+    def pooling(
+        self: Retention, make_policy: Callable[[], EvictionPolicy], **rest: Any
+    ) -> None:
+        known: list[ReuseTimes] = []
+
+        def make() -> EvictionPolicy:
+            policy = make_policy()
+            if isinstance(policy, ReuseIndex):
+                known.append(policy._times)
+                policy._times = known[0]
+            return policy
+
+        init(self, make, **rest)
+
+    patch.setattr(Retention, "__init__", pooling)
 
 
 def anybody_can_cancel(patch: pytest.MonkeyPatch) -> None:
@@ -323,6 +373,8 @@ _ALL_THEFTS = {THEFT, THEFT_PUBLIC, THEFT_TIME, TTFT}
         (followers_wait_for_foreign_prefixes, {WAITING}),
         (usage_counts_everybody, {USAGE}),
         (use_refreshes_equal_blocks_of_others, {EVICTION}),
+        (floors_are_not_minded, {VOLUME}),
+        (policies_learn_from_all_tenants, {HABITS}),
         (anybody_can_cancel, {CANCEL}),
         (ids_are_counted_for_all, {IDS, EVENTS}),
         (names_are_folded, {NAMES}),

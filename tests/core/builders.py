@@ -7,6 +7,7 @@ anything; `snapshot`, `resident` and `count_calls` only look.
 
 from __future__ import annotations
 
+import gc
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -256,11 +257,13 @@ def count_calls(act: Callable[[], object]) -> int:
         num_calls += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()  # who collects garbage, and when, is no part of the act
     sys.setprofile(count)
     try:
         act()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return num_calls
 
 

@@ -34,7 +34,6 @@ from stemkv.core.blocks import BlockState
 from stemkv.core.cache import Peek
 from stemkv.core.check import check_cache
 from stemkv.core.events import BlocksEvicted, BlocksPublished
-from stemkv.core.eviction import Lru
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.table import BlockCopy, Lease
 from stemkv.core.tokens import TOKEN_BYTES, TokenIds
@@ -53,12 +52,15 @@ from tests.core.builders import (
     snapshot,
     tokens,
 )
+from tests.core.eviction.cases import LRU, Case
+from tests.core.eviction.watched import Watched
 
 # Few stems, cut anywhere, and uneven odds: most prompts share a prefix with another.
 STEMS = ["abbabaabbaab", "abbabbbabaaa"]
 TAILS = ["a", "b", "ab", "bb"]
 NAMESPACES = [NAMESPACE] * 6 + [OTHER_NAMESPACE, None]
 DOMAINS = [ALICE] * 3 + [BOB, CREW]
+PAUSES = [0.0] * 3 + [0.25, 1.0, 1.0, 20.0, 100.0]  # seconds
 
 # What a slot holds: whose KV (namespace and generation, or one request's own) and the
 # tokens up to and including that position.
@@ -92,8 +94,9 @@ class Live:
 class CacheMachine(RuleBasedStateMachine):
     """Requests come, compute, share, fork, go; blocks are evicted and fenced."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case = LRU) -> None:
         super().__init__()
+        self.case = case  # the policy, which is watched
         self.live: list[Live] = []
         self.blocks: dict[ResidentBlock, int] = {}
         self.memory: dict[tuple[int, int], Content] = {}
@@ -121,7 +124,12 @@ class CacheMachine(RuleBasedStateMachine):
     def create(self, block_size: int, num_blocks: int, public: str | None) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.cache = build_cache(num_blocks=num_blocks, block_size=block_size)
+        self.policy = self.case.watched(num_blocks)
+        self.cache = build_cache(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            make_policy=lambda: self.policy,
+        )
         self.events = Sink()
         self.cache.subscribe(self.events)
         if public is not None:
@@ -166,7 +174,7 @@ class CacheMachine(RuleBasedStateMachine):
         text=texts,
         num_extra=st.sampled_from([0, 0, 0, 1, 5]),
         num_spare=st.sampled_from([0, 0, 0, 1, 2]),
-        pause=st.sampled_from([0.0, 1.0]),
+        pause=st.sampled_from(PAUSES),
     )
     def acquire(
         self,
@@ -423,7 +431,7 @@ class CacheMachine(RuleBasedStateMachine):
     # They go
 
     @precondition(lambda self: self.live)
-    @rule(pick=picks, pause=st.sampled_from([0.0, 1.0]))
+    @rule(pick=picks, pause=st.sampled_from(PAUSES))
     def release(self, pick: int, pause: float) -> None:
         """In whatever state it is: planned, not yet copied, retired, half computed."""
         self.now += pause
@@ -589,12 +597,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert usage.num_cached_blocks == len(set(self.blocks.values()) - active)
 
     def the_policy_knows_exactly_the_unpinned_leaves(self) -> None:
-        policy = self.cache._policy
-        assert isinstance(policy, Lru)
         nodes = list(self.cache.tree.nodes())
         leaves = {n.id for n in nodes if n.is_leaf and n.ref_count == 0}
-        assert policy._evictable == leaves
-        assert policy._last_used.keys() == {node.id for node in nodes}
+        assert self.policy.evictable == leaves
+        assert self.policy.num_blocks == {node.id: node.num_blocks for node in nodes}
 
     def whoever_matches_now_reads_the_kv_of_those_very_tokens(self) -> None:
         for key, block_id in self.blocks.items():
@@ -694,7 +700,8 @@ NEEDS: dict[str, Callable[[CacheMachine], object]] = {
 }
 
 
-def walk(seed: int, *, num_steps: int) -> None:
+def walk(seed: int, *, num_steps: int, case: Case = LRU) -> Watched:
+    """Take random steps; return the policy as it is when everything was dropped."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -706,7 +713,7 @@ def walk(seed: int, *, num_steps: int) -> None:
         "text": text,
         "num_extra": lambda: rng.choice([0, 0, 0, 1, 5]),
         "num_spare": lambda: rng.choice([0, 0, 0, 1, 2]),
-        "pause": lambda: rng.choice([0.0, 1.0]),
+        "pause": lambda: rng.choice(PAUSES),
         "num_steps": lambda: rng.randrange(1, 5),
         "stays": lambda: rng.random() < 0.3,
         "pick": lambda: rng.randrange(8),
@@ -715,7 +722,7 @@ def walk(seed: int, *, num_steps: int) -> None:
         "publishes": lambda: {n for n in range(8) if rng.random() < 0.6},
         "num_blocks": lambda: rng.randrange(6),
     }
-    machine = CacheMachine()
+    machine = CacheMachine(case)
     machine.create(
         block_size=rng.randrange(1, 5), num_blocks=rng.randrange(4, 32), public=text()
     )
@@ -727,6 +734,7 @@ def walk(seed: int, *, num_steps: int) -> None:
             act(**{key: arguments[key]() for key in needed})
             machine.everything_holds()
     machine.teardown()
+    return machine.policy
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -741,9 +749,9 @@ def test_no_long_random_walk_breaks_the_cache(seed: int) -> None:
         walk(seed * 10 + part, num_steps=1000)
 
 
-def run_machine(*, max_examples: int, num_steps: int) -> None:
+def run_machine(*, max_examples: int, num_steps: int, case: Case = LRU) -> None:
     run_state_machine_as_test(
-        CacheMachine,
+        lambda: CacheMachine(case),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=num_steps,

@@ -27,13 +27,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stemkv.core.cache import PrefixCache
 from stemkv.core.check import check_cache
 from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex
 from stemkv.core.hints import Hints
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.lookahead import Waiting
+from stemkv.core.policies import EVICTIONS, EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.table import Lease
 from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
@@ -41,12 +40,15 @@ from stemkv.errors import ConfigError, PromptTooLong
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE
 from tests.core.picture import picture
 from tests.core.scheduling import tokens
+from tests.core.watching import WatchedCache
 
 DAVE = Domain.private("dave")
+POLICIES = ["lru", "reuse_index", *EVICTIONS]
 DOMAINS = [ALICE, ALICE, BOB, BOB, CREW, DAVE]
 NAMESPACES = [NAMESPACE] * 6 + [OTHER_NAMESPACE, None]
 STEMS = ["abbabaabbaab", "abbabbbabaaa", "abbXbbbabaaa", "abYabXab"]  # capitals: spans
 TAILS = ["a", "b", "ab", "bb", "Xa", "Z"]
+OUTPUTS = ["a", "ab", "bba"]
 HINTS = [
     *[Hints()] * 4,
     Hints(session="s"),
@@ -99,7 +101,7 @@ class QuotaMachine(RuleBasedStateMachine):
         shares=st.tuples(*[st.integers(0, 3)] * 4),
         caps=st.tuples(*[st.none() | st.integers(0, 8)] * 3),
         weights=st.tuples(*[st.sampled_from([0.5, 1.0, 3.0])] * 3),
-        learns=st.booleans(),
+        policy=st.sampled_from(POLICIES),
         looks_ahead=st.booleans(),
         has_spans=st.booleans(),
     )
@@ -110,7 +112,7 @@ class QuotaMachine(RuleBasedStateMachine):
         shares: tuple[int, ...],
         caps: tuple[int | None, ...],
         weights: tuple[float, ...],
-        learns: bool,
+        policy: str,
         looks_ahead: bool,
         has_spans: bool,
     ) -> None:
@@ -132,13 +134,10 @@ class QuotaMachine(RuleBasedStateMachine):
         }
         self.quotas = QuotaConfig(quotas=quotas, public_blocks=floors[3])
 
-        def make_policy() -> EvictionPolicy:
-            return ReuseIndex(num_blocks) if learns else Lru()
-
-        self.cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=block_size),
-            make_policy,
-            quotas=self.quotas,
+        config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+        make_policy = EvictionConfig(name=policy).make(config)
+        self.cache = WatchedCache(
+            config, make_policy, quotas=self.quotas, has_spans=has_spans
         )
         if looks_ahead:
             self.cache.watch_queue(lambda now: self.queue)
@@ -185,13 +184,13 @@ class QuotaMachine(RuleBasedStateMachine):
         self.compute(self.chosen(pick), num_tokens)
 
     @precondition(lambda self: self.live)
-    @rule(pick=picks, text=st.sampled_from(["a", "ab", "bba"]))
-    def sample(self, pick: int, text: str) -> None:
+    @rule(pick=picks, output=st.sampled_from(OUTPUTS))
+    def sample(self, pick: int, output: str) -> None:
         """The next tokens come, and need slots."""
         live = self.chosen(pick)
         if live.num_tokens > 30:
             return
-        wanted = live.tokens + tokens(text).buffer
+        wanted = live.tokens + tokens(output).buffer
         num_slots = len(wanted) // TOKEN_BYTES
         lease = live.lease
         num_fresh = -(-num_slots // self.block_size) - len(lease.table)
@@ -237,9 +236,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(waiting=st.lists(st.tuples(domains, texts), max_size=3))
     def wait(self, waiting: list[tuple[Domain, str]]) -> None:
-        self.queue = [
-            Waiting(NAMESPACE, d, self.tokens(t).buffer) for d, t in waiting
-        ]
+        self.queue = [Waiting(NAMESPACE, d, self.tokens(t).buffer) for d, t in waiting]
 
     # The operator
 
@@ -298,29 +295,31 @@ class QuotaMachine(RuleBasedStateMachine):
         num_slots = len(wanted) // TOKEN_BYTES + num_extra
         num_needed = -(-num_slots // self.block_size)
         before = picture(self.cache)
+
+        def ask() -> Lease | None:
+            return self.cache.acquire(
+                namespace,
+                domain,
+                wanted,
+                num_slots=num_slots,
+                num_spare=num_spare,
+                hints=hints,
+                now=self.now,
+            )
+
+        others = self.quotas.num_promised_blocks - self.quotas.of(domain).floor_blocks
+        if num_needed > self.num_blocks - others:
+            with pytest.raises(PromptTooLong, match=f" {num_needed} blocks .* have "):
+                ask()
+            assert picture(self.cache) == before, "a refusal left traces"
+            return None
         peek = self.cache.peek(namespace, domain, wanted)
         num_missing = self.cache.num_missing_blocks(
             namespace, domain, wanted, num_slots=num_slots, num_spare=num_spare
         )
         assert picture(self.cache) == before, "a question changed something"
-        try:
-            with self.act_of(domain):
-                lease = self.cache.acquire(
-                    namespace,
-                    domain,
-                    wanted,
-                    num_slots=num_slots,
-                    num_spare=num_spare,
-                    hints=hints,
-                    now=self.now,
-                )
-        except PromptTooLong as error:
-            others = self.quotas.num_promised_blocks
-            others -= self.quotas.of(domain).floor_blocks
-            assert num_needed > self.num_blocks - others
-            assert str(num_needed) in str(error)
-            assert picture(self.cache) == before, "a refusal left traces"
-            return None
+        with self.act_of(domain):
+            lease = ask()
         assert (lease is None) == (num_missing > 0)
         if lease is None:
             assert picture(self.cache) == before, "a refusal left traces"
@@ -487,6 +486,7 @@ def walk(seed: int, *, num_steps: int) -> QuotaMachine:
         "namespace": lambda: rng.choice(NAMESPACES),
         "domain": lambda: rng.choice(DOMAINS),
         "text": text,
+        "output": lambda: rng.choice(OUTPUTS),
         "hints": lambda: rng.choice(HINTS),
         "pause": lambda: rng.choice([0.0, 1.0, 30.0]),
         "num_extra": lambda: rng.choice([0, 0, 0, 1, 5]),
@@ -508,7 +508,7 @@ def walk(seed: int, *, num_steps: int) -> QuotaMachine:
         shares=tuple(rng.randrange(4) for _ in range(4)),
         caps=tuple(rng.choice([None, None, rng.randrange(9)]) for _ in range(3)),
         weights=tuple(rng.choice([0.5, 1.0, 3.0]) for _ in range(3)),
-        learns=rng.random() < 0.5,
+        policy=rng.choice(POLICIES),
         looks_ahead=rng.random() < 0.5,
         has_spans=rng.random() < 0.5,
     )

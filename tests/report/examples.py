@@ -5,11 +5,13 @@ A toy queue fills it: sums hold, times are in order, and shapes look like real o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
 
 from stemkv.core.entry import MissReason
+from stemkv.measure.gap import with_gaps
 from stemkv.measure.results import (
     GIB,
     Bound,
@@ -76,7 +78,11 @@ def make_result(
             "device": "h100",
             "memory": "1.5 GiB",
             "sharing": "shared",
-            "eviction": "lru",
+            "eviction": "reuse_index",
+            "objective": "tokens",
+            "hints": "trace",
+            "lookahead": 32,
+            "quotas": None,
             "order": "fcfs",
             "seed": 0,
             "rate": None,
@@ -97,6 +103,7 @@ def make_result(
         ),
         steady_hit_rate=_share(totals.reused, totals.prompt),
         num_evicted_blocks=sum(t.num_evicted_blocks for t in by_tenant),
+        num_refused_blocks=sum(t.num_refused_blocks for t in by_tenant),
         num_published_blocks=sum(r.retained_blocks for r in requests),
         peak_active_blocks=700,
         regret_tokens=sum(t.regret_tokens for t in by_tenant),
@@ -184,6 +191,8 @@ def make_sweep() -> SweepResult:
                         ttft_p99_s=3.2 - 2 * hit_rate,
                         goodput_rps=1.4 + hit_rate,
                         num_evicted_blocks=20_000 >> index,
+                        num_refused_blocks=0,
+                        regret_tokens=90_000 >> index,
                         num_preemptions=5 - index,
                         worst_tenant_ttft_p99_s=4.1 - 2 * hit_rate,
                     )
@@ -196,6 +205,46 @@ def make_sweep() -> SweepResult:
         cells=tuple(cells),
         curves=_curves(),
     )
+
+
+def make_comparison(*, sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> SweepResult:
+    """Return every eviction policy at every size, without a clock."""
+    gains = {
+        "lru": 0.0,
+        "lfu_da": -0.06,
+        "gdsf": -0.02,
+        "s3fifo": 0.03,
+        "reuse_index": 0.08,
+        "clairvoyant": 0.3,
+    }
+    cells = []
+    for index, blocks in enumerate(sizes):
+        for eviction, gain in gains.items():
+            wave = 1 - 0.12 * index + 0.04 * math.sin(3 * index + 20 * gain)
+            hit_rate = 0.12 * (index + 1) + gain * wave / 2
+            cells.append(
+                SweepCell(
+                    num_blocks=blocks,
+                    gib=blocks * BLOCK_BYTES / GIB,
+                    eviction=eviction,
+                    order="fcfs",
+                    sharing="isolated",
+                    num_refused=0,
+                    hit_rate=hit_rate,
+                    saved_s=hit_rate * 540 + (9 if gain > 0 else 0),
+                    seconds_per_gib_s=math.nan,
+                    ttft_p50_s=None,
+                    ttft_p99_s=None,
+                    goodput_rps=None,
+                    num_evicted_blocks=20_000 >> index,
+                    num_refused_blocks=0,
+                    regret_tokens=int(400_000 * (1 - hit_rate)),
+                    num_preemptions=0,
+                    worst_tenant_ttft_p99_s=None,
+                    policy_cpu_s=None if eviction == "clairvoyant" else 0.2 + gain,
+                )
+            )
+    return dataclasses.replace(make_sweep(), cells=with_gaps(cells))
 
 
 def _share(part: float, whole: float) -> float:
@@ -250,6 +299,7 @@ def _requests(
                 saved_s=reused / 3500,
                 saved_how=CATALOGUE,
                 misses=misses,
+                regret_tokens=misses.get("evicted", 0),
                 first_miss_position=reused,
                 first_miss_reason=next(iter(misses), None),
                 differing_fields=("adapter",) if "identity_differs" in misses else (),
@@ -264,6 +314,7 @@ def _split(rng: random.Random, computed: int) -> dict[str, int]:
     shares = {
         MissReason.NEVER_SEEN: 0.62,
         MissReason.EVICTED: 0.2 * rng.random(),
+        MissReason.NOT_RETAINED: 0.03,
         MissReason.OTHER_DOMAIN: rng.choice((0, 0.15)),
         MissReason.IDENTITY_DIFFERS: rng.choice((0, 0, 0.1)),
         MissReason.NOT_YET_COMPUTED: rng.choice((0, 0, 0, 0.05)),
@@ -330,6 +381,7 @@ def _tenant(name: str, requests: Sequence[RequestResult]) -> TenantResult:
         tokens=_totals(requests),
         saved=_saved(requests),
         num_evicted_blocks=evicted // BLOCK_SIZE,
+        num_refused_blocks=len(requests) // 9,
         regret_tokens=evicted,
         num_stalls=len(requests) // 40,
         stall_s=len(requests) / 170,

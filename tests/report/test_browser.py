@@ -12,7 +12,7 @@ from stemkv.report.replay import replay_page
 from stemkv.report.sweep import sweep_page
 from stemkv.report.value import DemoRow, demo_page, value_page
 from tests.report.browser import Browser, Tab
-from tests.report.examples import make_result, make_sweep
+from tests.report.examples import make_comparison, make_result, make_sweep
 
 HOSTILE = (
     '</script><a href="https://e.example">x</a><img src=x onerror=alert(1)>%{x}<b>$y$'
@@ -41,6 +41,8 @@ def value() -> Page:
 PAGES = {
     "replay": lambda: replay_page(make_result()),
     "sweep": lambda: sweep_page(make_sweep()),
+    "policies": lambda: sweep_page(make_comparison()),
+    "policies at one size": lambda: sweep_page(make_comparison(sizes=(256,))),
     "demo": demo,
     "value": value,
 }

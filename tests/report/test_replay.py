@@ -305,7 +305,9 @@ def test_a_hit_rate_between_points_lies_between_them(
     above = [point for point in points if point[0] >= gib]
 
     if not below or not above:
-        assert found is None
+        # What is a point but for rounding is that point.
+        near = [rate for at, rate in points if math.isclose(at, gib, rel_tol=1e-9)]
+        assert found is None or found in near
         return
     ends = (max(below)[1], min(above)[1])
     assert found is not None

@@ -6,6 +6,7 @@ nobody coasts, nothing is skipped, and it keeps its own clock, gaps and memory.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -20,11 +21,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stemkv.core import Fcfs, Lru, PrefixCache, Sample, Scheduler, StepPlan, StepResult
+from stemkv.core import Fcfs, PrefixCache, Sample, Scheduler, StepPlan, StepResult
 from stemkv.core.check import check_scheduler
 from stemkv.core.cost import FittedCost, StepShape
 from stemkv.core.events import (
     BlocksEvicted,
+    BlocksRefused,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
@@ -35,6 +37,9 @@ from stemkv.measure.latency import summarize
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
+from stemkv.sim.hinting import HintRule
+from stemkv.sim.policies import OBJECTIVES, ONLINE_EVICTIONS
+from stemkv.sim.quotas import MemoryQuota, TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest
@@ -79,6 +84,7 @@ class NaiveReplica:
     busy_s: float = 0.0
     num_steps: int = 0
     num_evicted: int = 0
+    num_refused: int = 0
     cached_block_s: float = 0.0
     noted_s: float = 0.0
 
@@ -100,6 +106,7 @@ class NaiveDriver:
         self._trace = trace
         self._placed = placed
         self._arrivals = Arrivals(trace, config.sharing, config.load)
+        self._hints = config.hints.of(trace)
         self.replicas = [self._replica(config) for _ in range(config.num_replicas)]
         self._coming = self._arrivals.first()
 
@@ -130,7 +137,12 @@ class NaiveDriver:
                 self._start(replica, now)
 
     def _replica(self, config: ReplayConfig) -> NaiveReplica:
-        cache = PrefixCache(config.cache(), Lru)
+        quotas = None
+        if config.quotas is not None:
+            block_bytes = config.block_size * COSTS.bytes_per_token
+            quotas = config.quotas.in_blocks(config.sharing, block_bytes)
+        make_policy = config.policy().make(config.cache(), COSTS)
+        cache = PrefixCache(config.cache(), make_policy, quotas=quotas)
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         return NaiveReplica(cache, Scheduler(config.limits(), cache, Fcfs()))
@@ -138,7 +150,7 @@ class NaiveDriver:
     def _arrive(self, index: int, now: float) -> None:
         self.requests[index] = Naive(now)
         try:
-            spec = self._arrivals.spec(index, now)
+            spec = replace(self._arrivals.spec(index, now), hints=self._hints[index])
             self.replicas[self._placed[index]].scheduler.add(spec)
         except PromptTooLong:
             self.refused.add(index)
@@ -179,6 +191,8 @@ class NaiveDriver:
                     self.requests[int(event.request_id)].num_preemptions += 1
                 case BlocksEvicted():
                     replica.num_evicted += event.num_blocks
+                case BlocksRefused():
+                    replica.num_refused += event.num_blocks
                 case RequestFinished():
                     request = self.requests[int(event.request_id)]
                     request.reused = event.counts.reused
@@ -192,8 +206,11 @@ class NaiveDriver:
 
 
 def traffic(seed: int, *, num_requests: int = 24, unit_size: int = 6) -> Trace:
-    """Sessions of a few tenants whose prompts grow, and some that stand alone."""
-    rng = random.Random(seed)
+    """Sessions of a few tenants whose prompts grow, and some that stand alone.
+
+    Many say something of their future, and mostly it is not true.
+    """
+    rng, words = random.Random(seed), random.Random(seed + 2)
     ids: dict[tuple[int, ...], int] = {}
     requests: list[TraceRequest] = []
     paths: list[tuple[int, ...]] = []
@@ -224,6 +241,9 @@ def traffic(seed: int, *, num_requests: int = 24, unit_size: int = 6) -> Trace:
                 session=session,
                 parent=parent,
                 think_s=rng.choice([0.0, 0.01, 0.5]),
+                ends_session=words.random() < 0.2,
+                next_use_s=words.choice([None, None, 0.0, 1.0, 70.0, math.inf]),
+                ephemeral_from=words.choice([None, None, None, 0, 9]),
             )
         )
     first = requests[0].arrival_s
@@ -233,11 +253,12 @@ def traffic(seed: int, *, num_requests: int = 24, unit_size: int = 6) -> Trace:
 
 
 def settings_of(seed: int) -> ReplayConfig:
-    rng = random.Random(seed + 1)
+    rng, policies = random.Random(seed + 1), random.Random(seed + 3)
     num_running = rng.choice([1, 3, 8])
     block_size = rng.choice([4, 4, 16])
-    return ReplayConfig(
-        num_blocks=rng.choice([14, 20, 60]) * 4 // block_size,
+    num_blocks = rng.choice([14, 20, 60]) * 4 // block_size
+    config = ReplayConfig(
+        num_blocks=num_blocks,
         block_size=block_size,
         token_budget=rng.choice([8, 16, 256]),
         max_num_running=num_running,
@@ -253,7 +274,31 @@ def settings_of(seed: int) -> ReplayConfig:
         ),
         slo_ttft_s=0.1,
         slo_tpot_s=0.03,
+        eviction=policies.choice(ONLINE_EVICTIONS),
+        objective=policies.choice(OBJECTIVES),
+        hints=HintRule(name=policies.choice(["trace", "trace", "none"])),
+        lookahead=policies.choice([None, 0, 1, 3]),
     )
+    if config.sharing.name != "isolated":
+        return config
+    memory_bytes = num_blocks * block_size * COSTS.bytes_per_token
+    return replace(config, quotas=policies.choice([None, *some_quotas(memory_bytes)]))
+
+
+def some_quotas(memory_bytes: int) -> list[TenantQuotas]:
+    quarter, half = memory_bytes // 4, memory_bytes // 2
+    return [
+        TenantQuotas(
+            tenants={
+                "x": MemoryQuota(floor_bytes=quarter),
+                "y": MemoryQuota(floor_bytes=quarter, cap_bytes=half, weight=3.0),
+            }
+        ),
+        TenantQuotas(
+            tenants={"z": MemoryQuota(floor_bytes=half)},
+            default=MemoryQuota(cap_bytes=quarter, weight=0.5),
+        ),
+    ]
 
 
 def index_of(request_id: str) -> int:
@@ -303,6 +348,7 @@ def test_a_replay_is_what_one_step_after_another_gives(seed: int) -> None:
     assert summary(result, "ITL") == summarize("ITL", gaps)
     assert result.num_steps == sum(each.num_steps for each in driver.replicas)
     assert result.num_evicted_blocks == sum(r.num_evicted for r in driver.replicas)
+    assert result.num_refused_blocks == sum(r.num_refused for r in driver.replicas)
     if not gaps and not end_s:
         return
     usages = [replica.cache.usage() for replica in driver.replicas]
@@ -328,6 +374,10 @@ def test_the_replays_meet_everything_they_are_meant_to_meet() -> None:
     assert sum(r.num_stalls for r in results) > 10
     assert sum(r.num_evicted_blocks for r in results) > 100
     assert sum(r.regret_tokens for r in results) > 100
+    assert sum(r.num_refused_blocks for r in results) > 100
+    assert {r.config["eviction"] for r in results} == {*ONLINE_EVICTIONS}
+    assert {r.config["objective"] for r in results} == {*OBJECTIVES}
+    assert sum(r.config["quotas"] is not None for r in results) > 5
     assert {r.num_replicas for r in results} == {1, 2, 3}
     assert {r.config["routing"] for r in results} == set(ROUTINGS)
     reasons = Counter[str]()
@@ -456,6 +506,7 @@ TAMPERS: dict[str, Tamper] = {
     "an entry": lambda loop: loop._replicas[0].entries.pop(),
     "a refusal": lambda loop: loop._refused.append((0, "")),
     "evicted": lambda loop: _account(loop, "num_evicted_blocks", 1),
+    "refused": lambda loop: _account(loop, "num_refused_blocks", 1),
     "retained": lambda loop: _account(loop, "retained_block_s", 1.0),
     "stall of a tenant": lambda loop: _account(loop, "stall_s", 1.0),
     "evicted by the cache": lambda loop: setattr(
@@ -713,6 +764,141 @@ def test_a_faster_rate_ends_sooner() -> None:
     assert [r.arrival_s for r in slow.requests] == [0.0, 1.0, 2.0, 3.0]
     assert [r.arrival_s for r in fast.requests] == [0.0, 0.1, 0.2, 0.3]
     assert fast.end_s < slow.end_s
+
+
+# Policies, quotas and hints
+
+
+def reused(trace: Trace, **changes: object) -> list[int]:
+    result = replay(trace, config_of(**changes), COSTS)
+    ordered = sorted(result.requests, key=lambda told: index_of(told.request_id))
+    return [told.reused_tokens for told in ordered]
+
+
+def test_a_policy_that_knows_the_future_is_refused_with_a_clock() -> None:
+    with pytest.raises(ConfigError, match="replay without a clock"):
+        replay(story(request([1], 9)), config_of(eviction="clairvoyant"), COSTS)
+
+
+def test_what_is_said_to_be_used_once_is_not_retained_and_the_books_say_so() -> None:
+    trace = story(
+        request([1, 2], 16, ephemeral_from=8),
+        request([1, 2], 17, arrival_s=5.0),
+        request([1, 2], 17, arrival_s=9.0),
+    )
+    result = replay(trace, config_of(), COSTS)
+
+    assert reused(trace) == [0, 8, 16]
+    assert result.num_refused_blocks == 2
+    assert result.refused_bytes == 2 * 4 * COSTS.bytes_per_token
+    assert [tenant.num_refused_blocks for tenant in result.tenants] == [2]
+    assert result.requests[1].misses == {"below_block": 1, "not_retained": 8}
+    assert result.requests[1].regret_tokens == 0, "nobody regrets what was promised"
+
+
+def test_hints_of_a_trace_count_unless_they_are_ignored() -> None:
+    trace = story(
+        request([1, 2], 16, ephemeral_from=0), request([1, 2], 17, arrival_s=5.0)
+    )
+
+    assert reused(trace) == [0, 0]
+    assert reused(trace, hints=HintRule(name="none")) == [0, 16]
+
+
+def test_blocks_of_a_session_that_has_ended_go_first() -> None:
+    def told(is_last: bool) -> Trace:
+        return story(
+            request([1, 2], 16, session="s"),
+            request([3, 4], 16, session="t", ends_session=is_last, arrival_s=5.0),
+            request([5, 6, 7], 24, arrival_s=10.0),  # four blocks must go
+            request([1, 2], 17, arrival_s=15.0),
+        )
+
+    for eviction in ONLINE_EVICTIONS:
+        with_end, without = (
+            reused(told(is_last), num_blocks=11, eviction=eviction)[-1]
+            for is_last in (True, False)
+        )
+        assert (with_end, without < 16) == (16, True), eviction
+
+
+def test_two_tenants_with_one_name_for_a_session_have_two_sessions() -> None:
+    trace = story(
+        request([1, 2], 16, session="s", tenant="x"),
+        request([3, 4], 16, session="s", tenant="y", ends_session=True, arrival_s=5.0),
+        request([5, 6, 7], 24, arrival_s=10.0),
+        request([1, 2], 17, tenant="x", arrival_s=15.0),
+    )
+    shared = SharingRule(name="shared")
+
+    assert reused(trace, num_blocks=11, sharing=shared)[-1] == 16
+
+
+def flooded(quotas: TenantQuotas | None, **changes: object) -> ReplayResult:
+    flood = [
+        request([100 + 3 * n, 101 + 3 * n, 102 + 3 * n], 24, tenant="y", arrival_s=n)
+        for n in range(1, 9)
+    ]
+    trace = story(
+        request([1, 2], 16, tenant="x"),
+        *flood,
+        request([1, 2], 17, tenant="x", arrival_s=20.0),
+    )
+    config = config_of(num_blocks=16, quotas=quotas, **changes)
+    return replay(trace, config, COSTS)
+
+
+BLOCK_BYTES = 4 * COSTS.bytes_per_token
+
+
+@pytest.mark.parametrize("eviction", ONLINE_EVICTIONS)
+def test_a_floor_that_covers_a_tenants_blocks_keeps_them(eviction: str) -> None:
+    floor = TenantQuotas(tenants={"x": MemoryQuota(floor_bytes=4 * BLOCK_BYTES)})
+
+    bare, kept = (
+        flooded(quotas, eviction=eviction).requests[-1].reused_tokens
+        for quotas in (None, floor)
+    )
+
+    assert (bare, kept) == (0, 16)
+
+
+def test_a_tenant_over_its_cap_evicts_its_own() -> None:
+    cap = TenantQuotas(default=MemoryQuota(cap_bytes=5 * BLOCK_BYTES))
+    result = flooded(cap)
+
+    assert result.requests[-1].reused_tokens == 16
+    evicted = {each.tenant: each.num_evicted_blocks for each in result.tenants}
+    assert evicted == {"x": 0, "y": 8 * 6 - 5}
+    assert max(sample.cached for sample in result.memory) <= 4 + 5
+    assert result.config["quotas"] == "others: cap 1.86e-05 GiB"
+
+
+def test_quotas_by_tenant_need_tenants_with_blocks_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="quotas are by tenant"):
+        config_of(quotas=TenantQuotas(), sharing=SharingRule(name="shared"))
+
+
+def test_floors_that_leave_no_memory_are_refused_before_anything_runs() -> None:
+    floors = {name: MemoryQuota(floor_bytes=8 * BLOCK_BYTES) for name in "xy"}
+
+    with pytest.raises(ConfigError, match="leave nothing of"):
+        flooded(TenantQuotas(tenants=floors))
+
+
+def test_what_a_rule_declares_public_must_fit_its_budget() -> None:
+    trace = story(
+        request([1, 2], 16, tenant="x"), request([1, 3], 16, tenant="y", arrival_s=5.0)
+    )
+    public = SharingRule(name="public")
+
+    def played(num_blocks: int) -> ReplayResult:
+        quotas = TenantQuotas(public_bytes=num_blocks * BLOCK_BYTES)
+        return replay(trace, config_of(sharing=public, quotas=quotas), COSTS)
+
+    assert played(2).tokens.reused == 8
+    with pytest.raises(ConfigError, match="declares public takes"):
+        played(1)
 
 
 # Routing

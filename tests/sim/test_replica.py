@@ -43,7 +43,7 @@ def build(
         limits=SchedulerConfig(
             token_budget=token_budget, max_num_running=8, watermark=0.0
         ),
-        eviction=Lru(),
+        make_policy=Lru,
         order=Fcfs(),
         costs=Watching(),
         on_end=on_end,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,13 +13,17 @@ import pytest
 from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import SweepCell
+from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.config import ReplayConfig
+from stemkv.sim.policies import EVICTIONS
 from stemkv.sim.pricing import roofline
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import replay
+from stemkv.sim.reuse import find_reuses
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
-from stemkv.sim.sweep import Grid, sweep, timed_cell, untimed_cell
+from stemkv.sim.sweep import Grid, UntimedPlay, sweep, timed_cell
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
 
@@ -96,6 +101,8 @@ def test_a_timed_cell_has_the_numbers_of_its_replay() -> None:
     assert (cell.ttft_p50_s, cell.ttft_p99_s) == (ttft.p50, ttft.p99)
     assert cell.goodput_rps == result.goodput_rps is not None
     assert cell.num_evicted_blocks == result.num_evicted_blocks > 0
+    assert cell.regret_tokens == result.regret_tokens
+    assert cell.num_refused_blocks == result.num_refused_blocks
     assert cell.worst_tenant_ttft_p99_s == max(
         tenant.ttft.p99 for tenant in result.tenants if tenant.ttft is not None
     )
@@ -111,19 +118,65 @@ def test_a_cell_in_which_nothing_finished_has_no_latencies() -> None:
 
 
 def test_an_untimed_cell_has_hits_and_evictions_and_nothing_of_time() -> None:
-    config = GRID.configs(BASE)[0]
+    config = replace(GRID.configs(BASE)[0], eviction="lru")
     found = replay_sequence(
         example(), num_blocks=900, rule=config.sharing, cost=costs()
     )
 
-    cell = untimed_cell(example(), config, costs())
+    cell = UntimedPlay()(example(), config, costs())
 
     assert example().unit_size == config.block_size
     assert cell.hit_rate == found.hits.hit_rate
     assert cell.saved_s == found.hits.saved_s
     assert cell.num_evicted_blocks == found.num_evicted_units
+    assert cell.regret_tokens == found.regret_tokens > 0
+    assert cell.policy_cpu_s is None
     assert (cell.ttft_p50_s, cell.ttft_p99_s, cell.goodput_rps) == (None, None, None)
     assert math.isnan(cell.seconds_per_gib_s)
+
+
+def test_a_grid_without_a_clock_may_know_the_future() -> None:
+    grid = Grid(num_blocks=(900,), evictions=EVICTIONS)
+    play = UntimedPlay(measures=True)
+
+    cells = [play(example(), config, costs()) for config in grid.configs(BASE)]
+
+    best = cells.pop()
+    assert best.eviction == "clairvoyant"
+    reuses = find_reuses(example(), SharingRule())
+    assert best.hit_rate == clairvoyant(reuses, 900).hit_rate
+    assert best.policy_cpu_s is None, "nobody can look up what it looks up"
+    for cell in cells:
+        assert cell.hit_rate <= best.hit_rate
+        assert cell.policy_cpu_s is not None
+        assert cell.policy_cpu_s > 0
+        assert cell.net_saved_s == cell.saved_s - cell.policy_cpu_s
+
+
+def test_measuring_a_policy_changes_nothing_that_it_does() -> None:
+    for config in Grid(num_blocks=(900,), evictions=EVICTIONS).configs(BASE):
+        plain = UntimedPlay()(example(), config, costs())
+        timed = UntimedPlay(measures=True)(example(), config, costs())
+
+        assert replace(timed, policy_cpu_s=None) == plain
+
+
+def test_reuses_are_those_of_the_trace_that_is_played() -> None:
+    config = replace(BASE, num_blocks=900, eviction="clairvoyant")
+    other = workload_named("chat", num_requests=40, rate=2.0, seed=3)
+    play = UntimedPlay()
+
+    cells = [play(each, config, costs()) for each in (example(), other, example())]
+
+    assert cells[0] == cells[2] != cells[1]
+    assert cells[1] == UntimedPlay()(other, config, costs())
+
+
+def test_quotas_need_the_clock() -> None:
+    config = replace(BASE, num_blocks=900, quotas=TenantQuotas())
+
+    with pytest.raises(ConfigError, match="quotas need the clock"):
+        UntimedPlay()(example(), config, costs())
 
 
 # What workers are sent is found by name, so these are functions of the module.
@@ -146,7 +199,7 @@ def test_an_error_of_a_configuration_is_raised_here(num_jobs: int) -> None:
 
 
 def test_a_worker_that_dies_is_reported_with_what_it_was_at() -> None:
-    with pytest.raises(StemKVError, match="code 9 .* 900 blocks, lru, fcfs, "):
+    with pytest.raises(StemKVError, match="code 9 .* 900 blocks, reuse_index, fcfs, "):
         sweep(example(), GRID.configs(BASE)[:2], costs(), _die, num_jobs=2)
 
     assert multiprocessing.active_children() == []
@@ -161,7 +214,7 @@ def test_no_process_outlives_a_sweep_that_is_interrupted() -> None:
             example(),
             GRID.configs(BASE),
             costs(),
-            untimed_cell,
+            UntimedPlay(),
             num_jobs=2,
             progress=interrupt,
         )

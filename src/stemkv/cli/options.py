@@ -47,10 +47,13 @@ JsonOption = Annotated[
 _OPTIONS: Final = {
     "assumed_watts": "--watts",
     "block_size": "--block-size",
+    "eviction": "--eviction",
     "fields": "--map",
     "format": "--format",
+    "hints": "--hints",
     "kv_dtype": "--kv-dtype",
     "kv_tokens": "--kv-tokens",
+    "lookahead": "--lookahead",
     "max_new_tokens": "--max-tokens",
     "max_num_running": "--max-running",
     "num_blocks": "--blocks",
@@ -60,19 +63,24 @@ _OPTIONS: Final = {
     "num_samples": "--n",
     "num_tenants": "--tenants",
     "num_threads": "--threads",
+    "objective": "--objective",
     "prefix_tokens": "--prefix-tokens",
+    "quotas": "--quotas",
     "slo_tpot_s": "--slo-tpot",
     "slo_ttft_s": "--slo-ttft",
     "spread_s": "--spread",
     "token_budget": "--budget",
     "weight_dtype": "--weight-dtype",
+    "wrong_share": "--wrong-hints",
 }
 # Remedies that are for callers of the library, and what to do instead.
 _REMEDIES: Final = {
     "fields={role: path}": "--map ROLE=PATH",
     "describe it with a `Device`": "bring measured costs with --cost",
+    "replay without a clock": "replay with --no-clock",
     "read fewer requests (limit) or a larger unit_size": "read fewer with --limit",
     "a smaller block_size": "a smaller --block-size",
+    "the sharing rule": "--sharing",
     "estimate with tokens='chars4'": "estimate with --tokens chars4",
 }
 _FIELD = re.compile(r"fields=\{'(\w+)': '([^']+)'\}")

@@ -14,6 +14,7 @@ from typing import Final
 from rich.console import Console
 
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.documents import found_in
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -23,6 +24,7 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
+from stemkv.cli.quotas import read_quotas
 from stemkv.cli.sequence import SequenceReport, print_sequence, sequence_page
 from stemkv.cli.summary import print_findings, print_replay
 from stemkv.cli.thresholds import (
@@ -39,12 +41,12 @@ from stemkv.cli.traces import TraceOptions, load_trace
 from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
 from stemkv.sim.config import ReplayConfig
-from stemkv.sim.curves import Study, study, units_in, with_study
+from stemkv.sim.curves import Study, study, with_study
 from stemkv.sim.outcome import trace_facts
-from stemkv.sim.policies import eviction_named
-from stemkv.sim.replay import replay
-from stemkv.sim.sequence import replay_sequence
+from stemkv.sim.policies import check_online
+from stemkv.sim.replay import check_quotas, replay
 from stemkv.sim.trace import Trace
+from stemkv.sim.untimed import Untimed
 
 __all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "run_replay"]
 
@@ -81,7 +83,12 @@ class Outputs:
     parquet: Path | None = None
     timeline: Path | None = None
 
-    def check(self, trace: TraceOptions, deployment: DeploymentOptions) -> None:
+    def check(
+        self,
+        trace: TraceOptions,
+        deployment: DeploymentOptions,
+        quotas: Path | None = None,
+    ) -> None:
         """Raise `ConfigError` if one cannot be written, or would be over what is read."""
         outputs = {
             "--html": self.html,
@@ -89,7 +96,8 @@ class Outputs:
             "--parquet": self.parquet,
             "--timeline": self.timeline,
         }
-        check_outputs(outputs, {**trace.inputs(), **deployment.inputs()})
+        inputs = {**trace.inputs(), **deployment.inputs(), "--quotas": quotas}
+        check_outputs(outputs, inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +111,16 @@ class ReplayOptions:
     memory: str | None = None
     num_blocks: int | None = None
     config: ReplayConfig  # its num_blocks follow from the above
+    quotas: Path | None = None
     has_clock: bool = True
     has_curves: bool = True
     outputs: Outputs
     fail_on: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.outputs.check(self.trace, self.deployment)
+        if self.has_clock:
+            check_online(self.config.eviction)
+        self.outputs.check(self.trace, self.deployment, self.quotas)
 
 
 def run_replay(options: ReplayOptions) -> int:
@@ -119,6 +130,8 @@ def run_replay(options: ReplayOptions) -> int:
     thresholds = parse_thresholds(options.fail_on, names)
     deployment = deploy(options.deployment)
     config = replace(options.config, num_blocks=_num_blocks(options, deployment))
+    if options.quotas is not None:
+        config = replace(config, quotas=read_quotas(options.quotas))
     console = PeoplesConsole(json_file=options.outputs.json)
     trace = load_trace(
         options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
@@ -143,6 +156,9 @@ def _run_timed(
     options: ReplayOptions,
     thresholds: Sequence[Threshold],
 ) -> int:
+    if options.quotas is not None:
+        with found_in(f"{options.quotas}: "):
+            check_quotas(trace, config, deployment.costs)
     with counted("replaying", "requests") as progress:
         result = replay(trace, config, deployment.costs, progress=progress)
     if options.has_curves:
@@ -176,14 +192,8 @@ def _run_sequence(
     thresholds: Sequence[Threshold],
 ) -> int:
     with counted("replaying", "requests") as progress:
-        sequence = replay_sequence(
-            trace,
-            num_blocks=units_in(trace, config.num_blocks, config.block_size),
-            rule=config.sharing,
-            policy=eviction_named(config.eviction),
-            cost=deployment.costs,
-            progress=progress,
-        )
+        run = Untimed().replay(trace, config, deployment.costs, progress=progress)
+    sequence = run.found
     none = Study(curves=(), bounds=())
     found = _study(trace, config, deployment) if options.has_curves else none
     block_bytes = config.block_size * deployment.costs.bytes_per_token
@@ -195,6 +205,9 @@ def _run_sequence(
             "block_size": config.block_size,
             "memory_gib": gib,
             "eviction": config.eviction,
+            "objective": config.objective,
+            "hints": str(config.hints),
+            "lookahead": config.lookahead or 0,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
         },
@@ -236,10 +249,10 @@ def _study(trace: Trace, config: ReplayConfig, deployment: Deployment) -> Study:
 
 def _write_details(result: ReplayResult, outputs: Outputs) -> None:
     if outputs.parquet is not None:
-        from stemkv.report.parquet import write_requests
+        from stemkv.report.parquet import facts_of, write_requests
 
         with replaced(outputs.parquet) as path:
-            write_requests(result.requests, path)
+            write_requests(result.requests, path, facts=facts_of(result))
         say(f"wrote {outputs.parquet}")
     if outputs.timeline is not None:
         from stemkv.report.perfetto import trace_events

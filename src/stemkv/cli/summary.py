@@ -152,12 +152,17 @@ def _memory(result: ReplayResult) -> Section:
         ("prefill saved", seconds(saved.seconds)),
         ("energy saved (estimated)", energy(saved.joules)),
         ("saved seconds per retained GiB·s", saved.seconds_per_gib_s),
+        ("eviction policy", result.config.get("eviction")),
         ("blocks published", result.num_published_blocks),
         ("blocks evicted", result.num_evicted_blocks),
         ("tokens evicted and asked for again", result.regret_tokens),
         ("admissions that waited for memory", result.num_stalls),
         ("preemptions", result.num_preemptions),
     ]
+    if result.num_refused_blocks:
+        rows.append(
+            ("blocks not retained after their last use", result.num_refused_blocks)
+        )
     return Section(
         title="Memory and what it was worth",
         columns=("what", "value"),

@@ -1,14 +1,20 @@
 """`stemkv sweep`: one trace under every combination of sizes and policies.
 
 Owns reading the lists, the order of things, and the table. Replays are `sim.sweep`'s.
+
+No list of eviction policies means that all are compared: without a clock, as the gap
+between LRU and a clairvoyant policy is one of a single order of requests; and where the
+clock is wanted, with it as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from stemkv.cli.deployment import DeploymentOptions, deploy
+from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.documents import found_in
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -17,18 +23,24 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
+from stemkv.cli.quotas import read_quotas
 from stemkv.cli.replay import Outputs
 from stemkv.cli.summary import print_notes, print_sentences
 from stemkv.cli.traces import TraceOptions, load_trace
 from stemkv.errors import ConfigError
+from stemkv.measure.gap import with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json
 from stemkv.report import Section
+from stemkv.report.policies import policy_tables
 from stemkv.report.sweep import is_conclusive, numbers_label, sweep_page
 from stemkv.report.wording import per_cent
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import lru_curves, units_in
 from stemkv.sim.outcome import trace_facts
-from stemkv.sim.sweep import Grid, sweep, timed_cell, untimed_cell
+from stemkv.sim.policies import EVICTIONS, ONLINE_EVICTIONS, check_online
+from stemkv.sim.replay import check_quotas
+from stemkv.sim.sweep import Grid, UntimedPlay, sweep, timed_cell
+from stemkv.sim.trace import Trace
 
 __all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
 
@@ -45,18 +57,28 @@ class SweepOptions:
     deployment: DeploymentOptions
     memory: Sequence[str] = ()
     num_blocks: Sequence[int] = ()
-    evictions: Sequence[str]
+    evictions: Sequence[str]  # empty: compare all there are
     orders: Sequence[str]
     sharings: Sequence[str]
     config: ReplayConfig  # what all configurations have in common
+    quotas: Path | None = None
     has_clock: bool = True
     num_jobs: int = 2
+    keeps_cpu_time: bool = False  # measured, so that equal sweeps differ in JSON
     outputs: Outputs
 
     def __post_init__(self) -> None:
         if self.num_jobs < 1:
             raise ConfigError(f"--jobs must be at least 1, got {self.num_jobs}")
-        self.outputs.check(self.trace, self.deployment)
+        if self.has_clock:
+            for eviction in self.evictions:
+                check_online(eviction)
+        if self.quotas is not None and not self.evictions:
+            raise ConfigError(
+                "--quotas need the clock, and a comparison of all policies has none; "
+                "list them, as in --eviction reuse_index,lru"
+            )
+        self.outputs.check(self.trace, self.deployment, self.quotas)
 
 
 def listed(option: str, text: str) -> tuple[str, ...]:
@@ -81,67 +103,123 @@ def numbers_listed(option: str, text: str) -> tuple[int, ...]:
 def run_sweep(options: SweepOptions) -> int:
     """Replay every configuration, write and print; return 0, or 3 if nothing shows."""
     deployment = deploy(options.deployment)
-    sizes = deployment.blocks_of(options.memory, options.num_blocks)
+    given = deployment.blocks_of(options.memory, options.num_blocks)
+    sizes = tuple(sorted({*(given or deployment.blocks_left(*_SHARES_LEFT))}))
+    base = replace(options.config, num_blocks=max(sizes))
+    if options.quotas is not None:
+        base = replace(base, quotas=read_quotas(options.quotas))
+    every = EVICTIONS if not options.has_clock else ONLINE_EVICTIONS
     grid = Grid(
-        num_blocks=tuple(sorted({*(sizes or deployment.blocks_left(*_SHARES_LEFT))})),
-        evictions=tuple(options.evictions),
+        num_blocks=sizes,
+        evictions=tuple(options.evictions) or every,
         orders=tuple(options.orders),
         sharings=tuple(options.sharings),
     )
-    configs = grid.configs(options.config)
     console = PeoplesConsole(json_file=options.outputs.json)
+    configs = grid.configs(base)
     trace = load_trace(options.trace, rate=options.workload_rate)
-    if not options.has_clock:
+    if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
-            units_in(trace, size, options.config.block_size)
-    with counted("sweeping", "configurations") as progress:
-        progress(0, len(configs))
-        cells = sweep(
-            trace,
-            configs,
-            deployment.costs,
-            timed_cell if options.has_clock else untimed_cell,
-            num_jobs=options.num_jobs,
-            progress=progress,
-        )
+            units_in(trace, size, base.block_size)
+    if options.quotas is not None:
+        with found_in(f"{options.quotas}: "):
+            for config in configs:
+                check_quotas(trace, config, deployment.costs)
     result = SweepResult(
         trace=trace_facts(trace),
-        config=_settings(options.config, has_clock=options.has_clock),
+        config=_settings(base, has_clock=options.has_clock),
         cost_source=deployment.costs.source,
-        cells=cells,
+        cells=_cells(options, trace, configs, deployment, has_clock=options.has_clock),
         curves=lru_curves(
             trace,
-            grid.rules(options.config),
+            grid.rules(base),
             deployment.costs,
             sizes=grid.num_blocks,
-            block_size=options.config.block_size,
+            block_size=base.block_size,
         ),
     )
+    if options.has_clock and not options.evictions:
+        compared = replace(grid, evictions=EVICTIONS, orders=grid.orders[:1])
+        clockless = compared.configs(base)
+        result = replace(
+            result,
+            clockless=_cells(options, trace, clockless, deployment, has_clock=False),
+        )
     page = deployment.noted(sweep_page(result), grid.num_blocks)
     outputs = options.outputs
     if outputs.html is not None:
         write_text(page.render(), outputs.html)
         say(f"wrote {outputs.html}")
     if outputs.json is not None:
-        write_text(to_json(result, schema="stemkv.sweep/1"), outputs.json)
+        written = result if options.keeps_cpu_time else _repeatable(result)
+        write_text(to_json(written, schema="stemkv.sweep/1"), outputs.json)
         if outputs.json != STDOUT:
             say(f"wrote {outputs.json}")
     print_sentences(console, page)
-    print_section(console, _table(result))
+    for section in policy_tables(result) if is_conclusive(result) else ():
+        print_section(console, section)
+    if options.has_clock or not result.compared():
+        print_section(console, _table(result))
     print_notes(console, result.trace)
     return 0 if is_conclusive(result) else _INCONCLUSIVE
+
+
+def _cells(
+    options: SweepOptions,
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    deployment: Deployment,
+    *,
+    has_clock: bool,
+) -> tuple[SweepCell, ...]:
+    """Replay configurations with a clock, or without one and with their gaps."""
+    compares = len({config.eviction for config in configs}) > 1
+    with counted(
+        "sweeping" if has_clock else "comparing", "configurations"
+    ) as progress:
+        progress(0, len(configs))
+        cells = sweep(
+            trace,
+            configs,
+            deployment.costs,
+            timed_cell if has_clock else UntimedPlay(measures=compares),
+            num_jobs=options.num_jobs,
+            progress=progress,
+        )
+    return cells if has_clock else with_gaps(cells)
+
+
+def _repeatable(result: SweepResult) -> SweepResult:
+    """Return the result without what is measured, which differs from run to run."""
+
+    def without(cells: Sequence[SweepCell]) -> tuple[SweepCell, ...]:
+        return tuple(replace(cell, policy_cpu_s=None) for cell in cells)
+
+    return replace(
+        result, cells=without(result.cells), clockless=without(result.clockless)
+    )
 
 
 def _settings(
     config: ReplayConfig, *, has_clock: bool
 ) -> dict[str, str | int | float | None]:
     """Return what all configurations have in common."""
-    common: dict[str, str | int | float | None] = {"block_size": config.block_size}
+    common: dict[str, str | int | float | None] = {
+        "block_size": config.block_size,
+        "objective": config.objective,
+        "hints": str(config.hints),
+    }
     if not has_clock:
-        return {**common, "clock": "none: one request after another"}
+        return {
+            **common,
+            "lookahead": config.lookahead or 0,
+            "clock": "none: one request after another",
+        }
     load = config.load
     return {
         **common,
+        "lookahead": config.limits().lookahead,
+        "quotas": None if config.quotas is None else str(config.quotas),
         "clock": "virtual",
         "token_budget": config.token_budget,
         "max_num_running": config.max_num_running,
@@ -169,7 +247,7 @@ def _table(result: SweepResult) -> Section:
         columns += ["saved s per GiB·s", "TTFT p50 s", "TTFT p99 s", "worst tenant p99"]
         if any(cell.goodput_rps is not None for cell in cells):
             columns.append("goodput per s")
-    columns += ["evicted blocks", "refused"]
+    columns += ["evicted GiB", "regret tokens", "refused"]
     return Section(
         title="Configurations",
         columns=columns,
@@ -189,4 +267,4 @@ def _row(
         row.append(cell.worst_tenant_ttft_p99_s)
         if "goodput per s" in columns:
             row.append(cell.goodput_rps)
-    return [*row, cell.num_evicted_blocks, cell.num_refused]
+    return [*row, cell.evicted_gib, cell.regret_tokens, cell.num_refused]

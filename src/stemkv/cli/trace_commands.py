@@ -20,14 +20,18 @@ from stemkv.cli.trace_options import (
     DeviceOption,
     DevicesOption,
     FormatOption,
+    HintsOption,
     HtmlOutput,
     JsonOutput,
     KvDtypeOption,
     LimitOption,
+    LookaheadOption,
     LoopOption,
     MapOption,
     MaxRunningOption,
     ModelNameOption,
+    ObjectiveOption,
+    QuotasOption,
     RateOption,
     ReplicasOption,
     RequestsOption,
@@ -46,6 +50,7 @@ from stemkv.cli.trace_options import (
 __all__ = ["export", "replay", "sweep"]
 
 _EXTRAS = "cli,sim,report"
+_ALL = "all"  # eviction policies
 # Parameters that mean nothing where requests go one after another.
 _OF_CLOCK = {
     "budget": "--budget",
@@ -53,6 +58,7 @@ _OF_CLOCK = {
     "replicas": "--replicas",
     "routing": "--routing",
     "order": "--order",
+    "quotas": "--quotas",
     "loop": "--loop",
     "rate": "--rate",
     "spread": "--spread",
@@ -97,7 +103,17 @@ def replay(
     max_running: MaxRunningOption = 256,
     replicas: ReplicasOption = 1,
     routing: RoutingOption = "round_robin",
-    eviction: Annotated[str, typer.Option(help="Which block goes: lru.")] = "lru",
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help="Which block goes: reuse_index, lru, lfu_da, gdsf or s3fifo; with "
+            "--no-clock also clairvoyant."
+        ),
+    ] = "reuse_index",
+    objective: ObjectiveOption = "tokens",
+    quotas: QuotasOption = None,
+    hints: HintsOption = "trace",
+    lookahead: LookaheadOption = None,
     order: Annotated[str, typer.Option(help="Who is admitted: fcfs.")] = "fcfs",
     sharing: Annotated[
         str, typer.Option(help="Between tenants: isolated, shared or public.")
@@ -137,6 +153,8 @@ def replay(
     """What does prefix reuse save on real traffic, and where is it lost?
 
     Example: stemkv replay trace.jsonl --memory 24GiB --fail-on 'hit-rate<30%'
+
+    Example: stemkv replay trace.jsonl --eviction gdsf --objective seconds --quotas q.json
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
@@ -145,10 +163,20 @@ def replay(
         from stemkv.errors import ConfigError
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
+        from stemkv.sim.hinting import HintRule
         from stemkv.sim.sharing import SharingRule
 
+        if eviction == _ALL:
+            raise ConfigError(
+                "a replay has one --eviction; to compare all, `stemkv sweep --eviction "
+                "all`"
+            )
         if not clock:
-            _refuse_clock(context, is_workload=demo or workload is not None)
+            _refuse_clock(
+                context,
+                is_workload=demo or workload is not None,
+                remedy="drop --no-clock",
+            )
         if demo:
             if trace is not None or workload is not None:
                 raise ConfigError("--demo takes no trace and no workload")
@@ -194,8 +222,11 @@ def replay(
                 num_replicas=replicas,
                 routing=routing,
                 eviction=eviction,
+                objective=objective,
                 order=order,
                 sharing=SharingRule(name=sharing),
+                hints=HintRule(name=hints),
+                lookahead=lookahead,
                 load=LoadConfig(
                     loop=loop,
                     rate=1.0 if is_workload else rate,
@@ -205,6 +236,7 @@ def replay(
                 slo_ttft_s=slo_ttft,
                 slo_tpot_s=slo_tpot,
             ),
+            quotas=quotas,
             has_clock=clock,
             has_curves=curves,
             outputs=Outputs(
@@ -220,16 +252,20 @@ def replay(
         raise typer.Exit(code)
 
 
-def _refuse_clock(context: typer.Context, *, is_workload: bool) -> None:
+def _refuse_clock(context: typer.Context, *, is_workload: bool, remedy: str) -> None:
     """Raise `ConfigError` for options that were typed and need the clock."""
     from stemkv.errors import ConfigError
 
     for parameter, option in _OF_CLOCK.items():
         if is_workload and parameter == "rate":
             continue  # it makes the workload
-        source = context.get_parameter_source(parameter)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"{option} needs the clock; drop --no-clock")
+        if _is_typed(context, parameter):
+            raise ConfigError(f"{option} needs the clock; {remedy}")
+
+
+def _is_typed(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def sweep(
@@ -263,11 +299,25 @@ def sweep(
     max_running: MaxRunningOption = 256,
     replicas: ReplicasOption = 1,
     routing: RoutingOption = "round_robin",
-    eviction: Annotated[str, typer.Option(help="List of: lru.")] = "lru",
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help="List of: reuse_index, lru, lfu_da, gdsf, s3fifo; with --no-clock also "
+            "clairvoyant. all: compare them, without a clock unless --clock is there."
+        ),
+    ] = "reuse_index",
+    objective: ObjectiveOption = "tokens",
+    quotas: QuotasOption = None,
+    hints: HintsOption = "trace",
+    lookahead: LookaheadOption = None,
     order: Annotated[str, typer.Option(help="List of: fcfs.")] = "fcfs",
     sharing: Annotated[
-        str, typer.Option(help="List of: isolated, shared, public.")
-    ] = "isolated,shared",
+        str | None,
+        typer.Option(
+            help="List of: isolated, shared, public [default: isolated,shared; isolated "
+            "with --eviction all or --quotas]."
+        ),
+    ] = None,
     loop: LoopOption = "open",
     rate: RateOption = None,
     spread: SpreadOption = 0.0,
@@ -276,12 +326,22 @@ def sweep(
     slo_tpot: SloTpotOption = None,
     clock: ClockOption = True,
     jobs: Annotated[int, typer.Option(help="Processes at a time.")] = 2,
+    cpu_time: Annotated[
+        bool,
+        typer.Option(
+            "--cpu-time",
+            help="Put the policies' measured CPU time in the JSON, which then is another "
+            "one in every run.",
+        ),
+    ] = False,
     html_file: HtmlOutput = None,
     json_file: JsonOutput = None,
 ) -> None:
     """What would another size, policy or sharing rule do?
 
     Example: stemkv sweep trace.jsonl --memory 8GiB,16GiB,32GiB --html sweep.html
+
+    Example: stemkv sweep trace.jsonl --eviction all --html policies.html
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
@@ -290,10 +350,17 @@ def sweep(
         from stemkv.cli.traces import TraceOptions
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
+        from stemkv.sim.hinting import HintRule
 
         is_workload = workload is not None
-        if not clock:
-            _refuse_clock(context, is_workload=is_workload)
+        compares = eviction == _ALL
+        if compares and not _is_typed(context, "clock"):
+            clock = False
+            _refuse_clock(context, is_workload=is_workload, remedy="add --clock")
+        elif not clock:
+            _refuse_clock(context, is_workload=is_workload, remedy="drop --no-clock")
+        if sharing is None:
+            sharing = "isolated" if compares or quotas else "isolated,shared"
         rate = 1.0 if rate is None else rate
         options = SweepOptions(
             trace=TraceOptions(
@@ -319,7 +386,7 @@ def sweep(
             ),
             memory=() if memory is None else listed("--memory", memory),
             num_blocks=() if blocks is None else numbers_listed("--blocks", blocks),
-            evictions=listed("--eviction", eviction),
+            evictions=() if compares else listed("--eviction", eviction),
             orders=listed("--order", order),
             sharings=listed("--sharing", sharing),
             config=ReplayConfig(
@@ -329,6 +396,9 @@ def sweep(
                 max_num_running=max_running,
                 num_replicas=replicas,
                 routing=routing,
+                objective=objective,
+                hints=HintRule(name=hints),
+                lookahead=lookahead,
                 load=LoadConfig(
                     loop=loop,
                     rate=1.0 if is_workload else rate,
@@ -338,8 +408,10 @@ def sweep(
                 slo_ttft_s=slo_ttft,
                 slo_tpot_s=slo_tpot,
             ),
+            quotas=quotas,
             has_clock=clock,
             num_jobs=jobs,
+            keeps_cpu_time=cpu_time,
             outputs=Outputs(html=html_file, json=json_file),
         )
         code = run_sweep(options)

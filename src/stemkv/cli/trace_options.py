@@ -18,14 +18,18 @@ __all__ = [
     "DeviceOption",
     "DevicesOption",
     "FormatOption",
+    "HintsOption",
     "HtmlOutput",
     "JsonOutput",
     "KvDtypeOption",
     "LimitOption",
+    "LookaheadOption",
     "LoopOption",
     "MapOption",
     "MaxRunningOption",
     "ModelNameOption",
+    "ObjectiveOption",
+    "QuotasOption",
     "RateOption",
     "ReplicasOption",
     "RequestsOption",
@@ -99,6 +103,32 @@ MaxRunningOption = Annotated[int, typer.Option(help="Most requests in one step."
 ReplicasOption = Annotated[int, typer.Option("--replicas", help="Equal engines.")]
 RoutingOption = Annotated[
     str, typer.Option(help="Of replicas: round_robin, session or prefix.")
+]
+
+ObjectiveOption = Annotated[
+    str,
+    typer.Option(help="What eviction shall save: tokens or seconds."),
+]
+QuotasOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--quotas",
+        help='JSON of what tenants may keep, as in {"tenants": {"acme": {"floor": '
+        '"2GiB", "cap": "8GiB", "weight": 2}}, "public": "1GiB"}.',
+    ),
+]
+HintsOption = Annotated[
+    str,
+    typer.Option(
+        help="What requests say of the future: trace (what it tells) or none."
+    ),
+]
+LookaheadOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Waiting requests whose cached prefixes go late [default: 32; 0 without "
+        "a clock]."
+    ),
 ]
 
 LoopOption = Annotated[

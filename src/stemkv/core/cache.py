@@ -149,19 +149,14 @@ class PrefixCache:
         num_unpinned = self.tree.num_unpinned_blocks
         return self.pool.num_free + self._retention.num_available(domain, num_unpinned)
 
-    def most_blocks(
-        self, namespace: bytes | None, domain: Domain, tokens: bytes
-    ) -> int:
-        """Return how many blocks a request could hold if it was alone.
+    def most_blocks(self, domain: Domain) -> int:
+        """Return how many blocks a request of the domain can surely hold if it is alone.
 
-        All of them without quotas. With quotas, what is promised to others is not among
-        them, but declared public blocks of its own prompt are.
+        All of them without quotas; with quotas, less what is promised to others. The
+        same for every prompt: what of it is public now may be fenced while it waits.
         """
         quotas = self._retention.quotas
-        if quotas is None:
-            return self.pool.num_total
-        num_public = self.num_public_blocks(namespace, tokens)
-        return quotas.most_blocks(domain) + num_public
+        return self.pool.num_total if quotas is None else quotas.most_blocks(domain)
 
     @property
     def num_active_blocks(self) -> int:
@@ -307,7 +302,7 @@ class PrefixCache:
         if num_slots * TOKEN_BYTES < len(tokens):
             raise InvariantError(f"{num_slots} slots for {len(tokens) // 4} tokens")
         num_needed = self.num_blocks_for(num_slots)
-        num_most = self.most_blocks(namespace, domain, tokens)
+        num_most = self.most_blocks(domain)
         if num_needed > num_most:
             raise PromptTooLong(
                 f"{num_slots} tokens need {num_needed} blocks but the domain can have "
@@ -332,7 +327,10 @@ class PrefixCache:
             owner = domain.name
         first_ephemeral = None
         if hints.ephemeral_from is not None:
-            first_ephemeral = hints.ephemeral_from // self.config.block_size
+            # What is retained must not end where it could not be matched.
+            first_ephemeral = self._blocks_outside_span(
+                tokens, hints.ephemeral_from // self.config.block_size
+            )
         lease = Lease(
             namespace=namespace,
             domain=domain,
@@ -562,9 +560,7 @@ class PrefixCache:
             keeps.append(_Keep(namespace, domain, tokens, until))
         self._keeps = keeps
         # One token more: a match never is the whole of what it is given.
-        match = self.tree.match(
-            namespace, domain, tokens + bytes(TOKEN_BYTES), limit=len(prefix)
-        )
+        match = self._match(namespace, domain, tokens + bytes(TOKEN_BYTES))
         node = match.node
         if node is None or node.parent is None:
             return num_blocks
@@ -598,6 +594,7 @@ class PrefixCache:
         namespace, so a new generation of weights must bring a new identity.
         """
         self._public.pop(namespace, None)
+        self._keeps = [each for each in self._keeps if each.namespace != namespace]
         self._key_spaces.pop(namespace, None)
         root = self.tree.retire(namespace)
         if root is None:
@@ -684,7 +681,7 @@ class PrefixCache:
         stop = self._blocks_of_one_table(lease, stop, tokens)
         if stop == start:
             return 0
-        kept_until, stop = self._kept_until(lease, tokens, start, stop, now)
+        kept_until, stop = self._kept_until(lease, domain, tokens, start, stop, now)
         first_ephemeral = lease.first_ephemeral_block
         if first_ephemeral is not None and start < first_ephemeral < stop:
             stop = first_ephemeral
@@ -943,15 +940,21 @@ class PrefixCache:
         return len(dropped)
 
     def _kept_until(
-        self, lease: Lease, tokens: bytes, start: int, stop: int, now: float
+        self,
+        lease: Lease,
+        domain: Domain,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        now: float,
     ) -> tuple[float | None, int]:
-        """Return until when the run from `start` on is kept, and where that changes."""
+        """Return until when a domain's run is kept, and where that changes."""
         until = None
         for keep in self._keeps:
             if (
                 keep.until <= now
                 or keep.namespace != lease.namespace
-                or keep.domain not in (PUBLIC, lease.domain)
+                or domain not in (PUBLIC, keep.domain)
             ):
                 continue
             limit = min(len(keep.tokens), len(tokens))
@@ -967,7 +970,7 @@ class PrefixCache:
         num_bytes = end * self._block_bytes
         return (
             node.root().namespace == keep.namespace
-            and (PUBLIC in (node.domain, keep.domain) or node.domain == keep.domain)
+            and node.domain in (PUBLIC, keep.domain)
             and len(keep.tokens) >= num_bytes
             and keep.tokens.startswith(tokens[:num_bytes])
         )

@@ -142,7 +142,11 @@ def check_quotas(quotas: Quotas, retained: Mapping[Domain, int]) -> None:
     """The counts are these, and follow from them; nobody is over its cap (I37)."""
     counts = quotas.retained_by_domain()
     _require(min(counts.values(), default=0) >= 0, "a domain retains less than nothing")
-    _equal("retained blocks", {d: n for d, n in counts.items() if n}, dict(+retained))
+    _equal(
+        "retained blocks",
+        {domain: num_blocks for domain, num_blocks in counts.items() if num_blocks},
+        {domain: num_blocks for domain, num_blocks in retained.items() if num_blocks},
+    )
     above = {
         domain: num_blocks - quotas.config.of(domain).floor_blocks
         for domain, num_blocks in counts.items()

@@ -73,6 +73,8 @@ class QuotaConfig:
             )
         if PUBLIC in self.quotas:
             raise ConfigError("public prefixes have public_blocks, not a quota")
+        # What was promised at the start must not change behind the cache's back.
+        object.__setattr__(self, "quotas", dict(self.quotas))
 
     @property
     def num_promised_blocks(self) -> int:
@@ -135,10 +137,7 @@ class Quotas:
         return self._lendable + min(own, self.config.of(domain).floor_blocks)
 
     def most_blocks(self, domain: Domain) -> int:
-        """Return how many blocks a request of the domain could ever hold.
-
-        Public blocks of its prompt are not counted.
-        """
+        """Return how many blocks a request of the domain can hold, whoever has what."""
         own = self.config.of(domain).floor_blocks
         return self._num_blocks - self.config.num_promised_blocks + own
 
@@ -174,18 +173,17 @@ class Quotas:
     def giver(self, domain: Domain | None) -> tuple[Domain, int] | None:
         """Return who gives blocks to a domain, and how many at most.
 
-        The one with most above its floor, over its weight; the domain itself where
-        nobody is above. `None` for a domain: nobody's request, but the operator's.
+        The one with most above its floor, over its weight, down to its floor; the
+        domain itself where nobody is above. `None` for a domain: nobody's request, but
+        the operator's.
         """
         heap = self._heap
         while heap:
             negated, number = heap[0]
             other = self._domains[number]
             if self._excess(other) == -negated and negated < 0:
-                num_blocks = self.retained(other)
-                if other != domain:
-                    num_blocks -= self.config.of(other).floor_blocks
-                return other, num_blocks
+                floor = self.config.of(other).floor_blocks
+                return other, self.retained(other) - floor
             heappop(heap)
         if domain is not None and self.retained(domain):
             return domain, self.retained(domain)

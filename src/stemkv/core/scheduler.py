@@ -230,7 +230,8 @@ class Scheduler:
         In its own domain, unless another is given.
 
         It keeps its place in the order and its id; output so far is taken back, and a
-        sample that has split off stays one of its own. Not while a step is pending.
+        sample that has split off stays one of its own. If it is too large for what the
+        other domain may hold, it ends, as replaced. Not while a step is pending.
         """
         self._check_no_pending("restart")
         self._blocked_at = None  # it may find more, or less, under the other namespace
@@ -257,6 +258,8 @@ class Scheduler:
                 now=now, request_id=request_id, num_discarded_tokens=num_output
             )
         )
+        if self._num_blocks_of(request) > self.cache.most_blocks(request.spec.domain):
+            self.cancel(request_id, now, reason=FinishReason.REPLACED)
 
     def cut_off(self, request_id: RequestId) -> None:
         """Let a request go on by itself: it matches and publishes nothing any more."""
@@ -939,6 +942,10 @@ class Scheduler:
             raise InvariantError(f"step {plan.step} is not the pending one: {expected}")
         self._pending = None
 
+    def _num_blocks_of(self, request: Request) -> int:
+        """Return how many blocks the request holds in the end."""
+        return self.cache.num_blocks_for(request.max_tokens)
+
     def _check_size(self, request: Request) -> None:
         """Refuse what could never run, with the numbers."""
         num_prompt, num_new = request.num_prompt_tokens, request.spec.max_new_tokens
@@ -953,11 +960,9 @@ class Scheduler:
                 f"max_new_tokens",
                 field="prompt",
             )
-        num_blocks = self.cache.num_blocks_for(request.max_tokens)
+        num_blocks = self._num_blocks_of(request)
         total = self.cache.pool.num_total
-        most = self.cache.most_blocks(
-            request.namespace, request.spec.domain, request.tokens
-        )
+        most = self.cache.most_blocks(request.spec.domain)
         if num_blocks > most:
             others = f" less {total - most} promised to others" if most < total else ""
             raise PromptTooLong(

@@ -232,7 +232,7 @@ class RequestResult:
     saved_s: float
     saved_how: str  # the cost model's `source`
     misses: dict[str, int]  # reason → tokens, only those that occur
-    regret_tokens: int  # of those missed, evicted before
+    regret_tokens: int  # evicted and asked for again
     first_miss_position: int | None  # first token that was not reused
     first_miss_reason: str | None
     differing_fields: tuple[str, ...]  # for the reason "identity_differs"
@@ -267,6 +267,7 @@ class TraceFacts:
     output_tokens: int
     unit_size: int
     is_exact: bool
+    has_arrivals: bool = True  # False: the trace has no clock, its times are made up
     num_skipped_lines: int
     num_opaque: int = 0  # requests of which only the length of the prompt is known
     problems: tuple[str, ...] = ()  # the first few, as text
@@ -358,13 +359,32 @@ class SweepCell:
     num_refused: int  # could never run: longer than this memory
     hit_rate: float  # of all prompt tokens of the trace, refused requests included
     saved_s: float
-    seconds_per_gib_s: float
+    seconds_per_gib_s: float  # NaN: replayed without a clock
     ttft_p50_s: float | None  # None: replayed without a clock
     ttft_p99_s: float | None
     goodput_rps: float | None
     num_evicted_blocks: int
+    num_refused_blocks: int  # not retained after their last use, as somebody had said
+    regret_tokens: int  # evicted and asked for again
     num_preemptions: int
     worst_tenant_ttft_p99_s: float | None
+    # Share of the way from LRU to the clairvoyant policy in this memory, see
+    # `measure.gap`. None: they were not both replayed, or there is no way to speak of.
+    token_gap: float | None = None
+    seconds_gap: float | None = None
+    # Measured, so different from run to run, and in no JSON unless it was asked for:
+    # CPU seconds in the eviction policy's hooks.
+    policy_cpu_s: float | None = None
+
+    @property
+    def evicted_gib(self) -> float:
+        """Retained KV that was dropped to make room."""
+        return self.num_evicted_blocks * self.gib / self.num_blocks
+
+    @property
+    def net_saved_s(self) -> float | None:
+        """Saved seconds less those that the policy took; as measured as these."""
+        return None if self.policy_cpu_s is None else self.saved_s - self.policy_cpu_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +396,19 @@ class SweepResult:
     cost_source: str
     cells: tuple[SweepCell, ...]
     curves: tuple[CapacityCurve, ...]
+    # Where eviction policies are compared with a clock: the same ones without, and the
+    # clairvoyant one, as a gap between two policies is one of a single order.
+    clockless: tuple[SweepCell, ...] = ()
+
+    def compared(self) -> tuple[SweepCell, ...]:
+        """Return the cells that compare eviction policies, none if there are no such.
+
+        They are without a clock, and the clairvoyant policy is among them.
+        """
+        if self.clockless:
+            return self.clockless
+        has_best = any(cell.eviction == "clairvoyant" for cell in self.cells)
+        return self.cells if has_best else ()
 
 
 def to_json(result: object, *, schema: str) -> str:

@@ -1,29 +1,51 @@
 """The ledger of requests as a Parquet file, one row per request.
 
 Owns the columns and their types, which are the same for every run: `miss_<reason>` for
-every reason there is, zero where it does not occur.
+every reason there is, zero where it does not occur. What is of the whole run and of no
+request, is in the file's metadata: the eviction policy and what it came to.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stemkv.core.entry import MissReason
 from stemkv.errors import ConfigError, InvariantError
-from stemkv.measure.results import RequestResult
+from stemkv.measure.results import ReplayResult, RequestResult
 
-__all__ = ["SCHEMA_NAME", "write_requests"]
+__all__ = ["SCHEMA_NAME", "facts_of", "write_requests"]
 
 SCHEMA_NAME = "stemkv.requests/1"  # in the file's metadata, under "schema"
 
 _REASONS = tuple(reason.value for reason in MissReason)
 
 
-def write_requests(results: Sequence[RequestResult], path: Path) -> None:
-    """Write the rows as one row group; equal rows give equal bytes."""
+def facts_of(result: ReplayResult) -> dict[str, str]:
+    """Return what the metadata say of a replay, as text."""
+    config, saved = result.config, result.saved
+    facts = {
+        "eviction": config.get("eviction"),
+        "objective": config.get("objective"),
+        "saved_s": saved.seconds,
+        "retained_gib_s": saved.retained_gib_s,
+        "seconds_per_gib_s": saved.seconds_per_gib_s,
+        "regret_tokens": result.regret_tokens,
+        "evicted_bytes": result.evicted_bytes,
+        "refused_bytes": result.refused_bytes,
+    }
+    return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def write_requests(
+    results: Sequence[RequestResult],
+    path: Path,
+    *,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the rows as one row group; equal rows and facts give equal bytes."""
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -31,7 +53,7 @@ def write_requests(results: Sequence[RequestResult], path: Path) -> None:
         raise ConfigError(
             "a Parquet file needs pyarrow; install: pip install 'stemkv[report]'"
         ) from error
-    schema = _schema(pa)
+    schema = _schema(pa, facts or {})
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
     for result in results:
         for name, value in _row(result).items():
@@ -40,7 +62,7 @@ def write_requests(results: Sequence[RequestResult], path: Path) -> None:
     pq.write_table(table, path, row_group_size=max(1, len(results)), compression="zstd")
 
 
-def _schema(pa: Any) -> Any:
+def _schema(pa: Any, facts: Mapping[str, str]) -> Any:
     types = {
         "str": pa.string(),
         "int": pa.int64(),
@@ -56,7 +78,7 @@ def _schema(pa: Any) -> Any:
         is_optional = kind.endswith(" | None")
         name = types[kind.removesuffix(" | None")]
         fields.append(pa.field(field.name, name, nullable=is_optional))
-    return pa.schema(fields, metadata={"schema": SCHEMA_NAME})
+    return pa.schema(fields, metadata={"schema": SCHEMA_NAME, **facts})
 
 
 def _counts(pa: Any, reason: str) -> Any:

@@ -50,6 +50,7 @@ def replay_page(result: ReplayResult) -> Page:
         *reuse.bounds(result),
         *reuse.tenant_bars(result),
         *reuse.losses(result),
+        *reuse.eviction(result),
         *reuse.writers(result),
         *reuse.prefixes(result),
         *reuse.tenant_table(result),
@@ -285,6 +286,7 @@ def _trace(result: ReplayResult) -> Section:
         ("most active blocks", result.peak_active_blocks),
         ("published blocks", result.num_published_blocks),
         ("evicted blocks", result.num_evicted_blocks),
+        ("blocks not retained after their last use", result.num_refused_blocks),
         ("tokens evicted and asked for again", result.regret_tokens),
         ("lines left out", trace.num_skipped_lines),
     ]

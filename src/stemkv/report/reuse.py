@@ -24,11 +24,23 @@ from stemkv.report.chart import (
     heat_map,
 )
 from stemkv.report.page import Cell, Chart, Section
-from stemkv.report.wording import NO_DATA, count, name, per_cent, percent, short, tokens
+from stemkv.report.wording import (
+    NO_DATA,
+    count,
+    memory,
+    name,
+    number,
+    per_cent,
+    percent,
+    seconds,
+    short,
+    tokens,
+)
 
 __all__ = [
     "bounds",
     "counted",
+    "eviction",
     "losses",
     "prefixes",
     "reason_name",
@@ -45,6 +57,10 @@ _REASONS = {
         "end of the prompt: no whole block, or the last token",
     ),
     MissReason.EVICTED: ("var(--lost-1)", "were cached, and evicted before"),
+    MissReason.NOT_RETAINED: (
+        "var(--lost-6)",
+        "not kept after their last use, as their sender had said",
+    ),
     MissReason.OTHER_DOMAIN: ("var(--lost-2)", "cached for others: isolation"),
     MissReason.IDENTITY_DIFFERS: (
         "var(--lost-3)",
@@ -184,6 +200,37 @@ def losses(result: ReplayResult) -> list[Section]:
             )
         )
     return sections
+
+
+def eviction(result: ReplayResult) -> list[Section]:
+    """Return which policy decided what stays, on whose word, and what came of it."""
+    if not result.tokens.prompt:
+        return []
+    config, saved = result.config, result.saved
+    told: list[tuple[str, Cell]] = [
+        ("policy", config.get("eviction")),
+        ("what it saves", config.get("objective")),
+        ("hints", config.get("hints")),
+        ("waiting requests it looks at", config.get("lookahead")),
+        ("quotas", config.get("quotas")),
+    ]
+    rows: list[Sequence[Cell]] = [
+        *((what, value) for what, value in told if value is not None),
+        ("evicted", memory(result.evicted_bytes)),
+        ("evicted and asked for again", count(result.regret_tokens, "token")),
+        ("not retained after its last use, as said", memory(result.refused_bytes)),
+        ("retained", f"{number(saved.retained_gib_s)} GiB·s"),
+        ("prefill saved", seconds(saved.seconds)),
+        ("saved seconds per retained GiB·s", number(saved.seconds_per_gib_s)),
+    ]
+    return [
+        Section(
+            title="What eviction did",
+            columns=("what", "value"),
+            rows=rows,
+            label=f"counts {counted(result)}, seconds {result.cost_kind.value}",
+        )
+    ]
 
 
 def writers(result: ReplayResult) -> list[Chart]:

@@ -20,6 +20,12 @@ from stemkv.report.chart import (
 )
 from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell, Chart, Page, Section
+from stemkv.report.policies import (
+    policy_charts,
+    policy_headline,
+    policy_sentences,
+    policy_tables,
+)
 from stemkv.report.wording import (
     count,
     memory,
@@ -34,6 +40,7 @@ from stemkv.report.wording import (
 __all__ = ["is_conclusive", "numbers_label", "sweep_page"]
 
 _MAX_LINES = 12
+_CLAIRVOYANT = "clairvoyant"
 _Choice = tuple[str, str, str]  # eviction, order, sharing
 _CHOICES = ("eviction policy", "admission order", "sharing rule")  # in words
 
@@ -45,13 +52,21 @@ def sweep_page(result: SweepResult) -> Page:
     sections: list[Section | Chart] = []
     paragraphs = opaque_note(result.trace)
     if is_conclusive(result):
-        paragraphs = [*_spread(cells), *paragraphs]
+        paragraphs = [
+            *policy_sentences(result),
+            # With a clock as well: the headline is of the comparison without.
+            *([_most(_real(cells))] if result.clockless else []),
+            *_spread(_real(cells)),
+            *paragraphs,
+        ]
         sections = [
+            *policy_charts(result),
+            *policy_tables(result),
             *_charts(cells, counted=counted),
             *capacity_charts(
                 result.curves, own=None, hit_label=counted, saved_label="estimated"
             ),
-            _best(cells),
+            _best(_real(cells)),
         ]
     if cells:
         sections.append(_all(cells, label=numbers_label(result)))
@@ -83,6 +98,11 @@ def numbers_label(result: SweepResult) -> str:
     return "hit rates and blocks exact, saved seconds estimated"
 
 
+def _real(cells: Sequence[SweepCell]) -> list[SweepCell]:
+    """Return the cells that somebody could run, who does not know the future."""
+    return [cell for cell in cells if cell.eviction != _CLAIRVOYANT] or list(cells)
+
+
 def _choice(cell: SweepCell) -> _Choice:
     return cell.eviction, cell.order, cell.sharing
 
@@ -107,6 +127,11 @@ def _headline(result: SweepResult, cells: Sequence[SweepCell]) -> str:
             f"Inconclusive: none of {count(len(cells), 'configuration')} could serve a "
             f"request, as each is longer than the memory."
         )
+    return policy_headline(result) or _most(_real(cells))
+
+
+def _most(cells: Sequence[SweepCell]) -> str:
+    """Return which configuration reuses most, and which is worth most."""
     # The first of equals is the smallest.
     most = max(cells, key=lambda cell: cell.hit_rate)
     dearest = max(cells, key=lambda cell: _comparable(cell.seconds_per_gib_s))
@@ -171,16 +196,19 @@ def _charts(cells: Sequence[SweepCell], *, counted: str) -> list[Chart]:
             note=note,
             label=counted,
         ),
-        _chart(
-            "Saved prefill per retained GiB-second",
-            cells,
-            drawn,
-            lambda cell: cell.seconds_per_gib_s,
-            axis=Axis(title="seconds per retained GiB·s"),
-            note=note,
-            label="estimated",
-        ),
     ]
+    if any(math.isfinite(cell.seconds_per_gib_s) for cell in cells):
+        charts.append(
+            _chart(
+                "Saved prefill per retained GiB-second",
+                cells,
+                drawn,
+                lambda cell: cell.seconds_per_gib_s,
+                axis=Axis(title="seconds per retained GiB·s"),
+                note=note,
+                label="estimated",
+            )
+        )
     if any(cell.ttft_p99_s is not None for cell in cells):
         charts.append(
             _chart(
@@ -240,8 +268,9 @@ def _chart(
                 x=[cell.gib for cell in line],
                 y=[_number(value(cell)) for cell in line],
                 color=LINE_COLORS[hues.index(choice[:2]) % len(LINE_COLORS)],
-                # One hue per policy; of two ways to share one is dashed.
-                is_dashed=choice[2] != sharings[-1],
+                # One hue per policy; of two ways to share one is dashed, and so is
+                # what nobody can have.
+                is_dashed=choice[2] != sharings[-1] or choice[0] == _CLAIRVOYANT,
                 has_points=True,
             )
             for choice, line in lines.items()
@@ -296,7 +325,8 @@ def _all(cells: Sequence[SweepCell], *, label: str) -> Section:
             "TTFT p99 s",
             "worst tenant's TTFT p99 s",
             "goodput per s",
-            "evicted blocks",
+            "evicted GiB",
+            "regret tokens",
             "preemptions",
             "refused",
         ),
@@ -312,13 +342,15 @@ def _all(cells: Sequence[SweepCell], *, label: str) -> Section:
                 cell.ttft_p99_s,
                 cell.worst_tenant_ttft_p99_s,
                 cell.goodput_rps,
-                cell.num_evicted_blocks,
+                cell.evicted_gib,
+                cell.regret_tokens,
                 cell.num_preemptions,
                 cell.num_refused,
             )
             for cell in cells
         ],
-        note="Empty cells: replayed without a clock, or no limits were given. Refused "
-        "requests are longer than the memory; their tokens count as not reused.",
+        note="Empty cells: replayed without a clock, or no limits were given. Regret: "
+        "tokens evicted and asked for again. Refused requests are longer than the "
+        "memory; their tokens count as not reused.",
         label=label,
     )

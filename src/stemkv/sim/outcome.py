@@ -518,11 +518,6 @@ class Outcome:
                 sum(tenant.num_refused_blocks for tenant in tenants),
             ),
             (
-                "regret tokens = those of the requests",
-                result.regret_tokens,
-                sum(request.regret_tokens for request in result.requests),
-            ),
-            (
                 "stall seconds = those of the tenants",
                 result.stall_s,
                 math.fsum(tenant.stall_s for tenant in tenants),
@@ -556,6 +551,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
         output_tokens=trace.num_output_tokens,
         unit_size=trace.unit_size,
         is_exact=trace.is_exact,
+        has_arrivals=trace.has_arrivals,
         num_skipped_lines=len(trace.problems),
         num_opaque=sum(request.is_opaque for request in trace.requests),
         problems=tuple(map(str, trace.problems[:_MAX_PROBLEMS])),

@@ -55,7 +55,5 @@ def order_named(name: str) -> AdmissionOrder:
     """Return a new admission order; `ConfigError` lists the names."""
     make = ORDERS.get(name)
     if make is None:
-        raise ConfigError(
-            f"order must be one of {', '.join(ORDERS)}, got {name!r:.80}"
-        )
+        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {name!r:.80}")
     return make()

@@ -78,9 +78,7 @@ class Replica:
         self.costs = costs
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
-        self.cache = PrefixCache(
-            cache, make_policy, quotas=quotas, ledger=self.ledger
-        )
+        self.cache = PrefixCache(cache, make_policy, quotas=quotas, ledger=self.ledger)
         self.scheduler = Scheduler(limits, self.cache, order)
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it

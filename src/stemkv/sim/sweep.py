@@ -1,7 +1,7 @@
 """One trace under many configurations, several at a time.
 
 Owns the grid and the worker processes. A cell is one replay, with a clock (`timed_cell`)
-or without (`untimed_cell`). Cells come in the order of the grid, whoever is done first.
+or without (`UntimedPlay`). Cells come in the order of the grid, whoever is done first.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import GIB, SweepCell
 from stemkv.sim.config import ReplayConfig
-from stemkv.sim.curves import units_in
-from stemkv.sim.policies import eviction_named
 from stemkv.sim.replay import replay
-from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
+from stemkv.sim.untimed import Untimed
 
-__all__ = ["Grid", "Play", "sweep", "timed_cell", "untimed_cell"]
+__all__ = ["Grid", "Play", "UntimedPlay", "sweep", "timed_cell"]
 
-# How one configuration becomes a cell. A function of a module, as workers import it.
+# How one configuration becomes a cell. Of a module, as workers import it.
 Play = Callable[[Trace, ReplayConfig, CostModel], SweepCell]
 _Done = Generator[
     tuple[int, SweepCell], None, None
@@ -43,7 +41,7 @@ class Grid:
     """What a sweep varies; every combination is a configuration."""
 
     num_blocks: tuple[int, ...]
-    evictions: tuple[str, ...] = ("lru",)
+    evictions: tuple[str, ...] = ("reuse_index",)
     orders: tuple[str, ...] = ("fcfs",)
     sharings: tuple[str, ...] = ("isolated",)
 
@@ -87,6 +85,8 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
         ttft_p99_s=None if ttft is None else ttft.p99,
         goodput_rps=result.goodput_rps,
         num_evicted_blocks=result.num_evicted_blocks,
+        num_refused_blocks=result.num_refused_blocks,
+        regret_tokens=result.regret_tokens,
         num_preemptions=result.num_preemptions,
         worst_tenant_ttft_p99_s=max(
             (each.ttft.p99 for each in result.tenants if each.ttft is not None),
@@ -95,39 +95,44 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
     )
 
 
-def untimed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCell:
-    """Replay one request after another; what needs a clock is missing.
+class UntimedPlay:
+    """Replays one request after another; what needs a clock is missing.
 
-    Admission order means nothing here. Evicted units count as the blocks they fill.
+    Admission order means nothing here. With `measures` the cells say how long their
+    policies thought. Each process has its own.
     """
-    found = replay_sequence(
-        trace,
-        num_blocks=units_in(trace, config.num_blocks, config.block_size),
-        rule=config.sharing,
-        policy=eviction_named(config.eviction),
-        cost=costs,
-    )
-    assert found.hits.saved_s is not None, "a cost model was given"
-    block_bytes = config.block_size * costs.bytes_per_token
-    return SweepCell(
-        num_blocks=config.num_blocks,
-        gib=config.num_blocks * block_bytes / GIB,
-        eviction=config.eviction,
-        order=config.order,
-        sharing=config.sharing.name,
-        num_refused=found.num_too_long,
-        hit_rate=found.hits.hit_rate,
-        saved_s=found.hits.saved_s,
-        seconds_per_gib_s=math.nan,
-        ttft_p50_s=None,
-        ttft_p99_s=None,
-        goodput_rps=None,
-        num_evicted_blocks=(
-            found.num_evicted_units * trace.unit_size // config.block_size
-        ),
-        num_preemptions=0,
-        worst_tenant_ttft_p99_s=None,
-    )
+
+    def __init__(self, *, measures: bool = False) -> None:
+        self._untimed = Untimed(measures=measures)
+
+    def __call__(
+        self, trace: Trace, config: ReplayConfig, costs: CostModel
+    ) -> SweepCell:
+        """Return the cell of one configuration; units count as the blocks they fill."""
+        run = self._untimed.replay(trace, config, costs)
+        found, unit_size = run.found, trace.unit_size
+        assert found.hits.saved_s is not None, "a cost model was given"
+        block_bytes = config.block_size * costs.bytes_per_token
+        return SweepCell(
+            num_blocks=config.num_blocks,
+            gib=config.num_blocks * block_bytes / GIB,
+            eviction=config.eviction,
+            order=config.order,
+            sharing=config.sharing.name,
+            num_refused=found.num_too_long,
+            hit_rate=found.hits.hit_rate,
+            saved_s=found.hits.saved_s,
+            seconds_per_gib_s=math.nan,
+            ttft_p50_s=None,
+            ttft_p99_s=None,
+            goodput_rps=None,
+            num_evicted_blocks=found.num_evicted_units * unit_size // config.block_size,
+            num_refused_blocks=0,
+            regret_tokens=found.regret_tokens,
+            num_preemptions=0,
+            worst_tenant_ttft_p99_s=None,
+            policy_cpu_s=run.policy_cpu_s,
+        )
 
 
 def sweep(

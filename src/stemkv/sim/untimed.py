@@ -64,7 +64,9 @@ class Untimed:
         num_units = units_in(trace, config.num_blocks, config.block_size)
         reuses = self._found(trace, config.sharing)
         policy = _policy(config, costs, reuses, num_units)
-        watch = Stopwatch(policy, clock=time.process_time_ns) if self._measures else None
+        watch = (
+            Stopwatch(policy, clock=time.process_time_ns) if self._measures else None
+        )
         found = replay_sequence(
             trace,
             num_blocks=num_units,

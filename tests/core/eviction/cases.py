@@ -19,7 +19,7 @@ from tests.core.eviction.twin import FrequencyRule, LruRule, Rule, S3FifoRule, T
 from tests.core.eviction.twin_reuse_index import ReuseIndexRule
 from tests.core.eviction.watched import Watched
 
-__all__ = ["CASES", "Case", "each_case"]
+__all__ = ["CASES", "LRU", "Case", "each_case"]
 
 # Few events must do for the reuse index to learn something; a power of two, so that
 # sums of counts are exact.
@@ -43,8 +43,9 @@ def deeper_is_worth_more(depth: int) -> float:
     return 1.0 + depth / 4
 
 
+LRU = Case(name="lru", make=lambda num: Lru(), rule=lambda num: LruRule())
 CASES = [
-    Case(name="lru", make=lambda num: Lru(), rule=lambda num: LruRule()),
+    LRU,
     Case(name="lfu_da", make=LfuDa, rule=FrequencyRule),
     Case(
         name="gdsf",

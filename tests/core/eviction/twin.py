@@ -67,8 +67,10 @@ class Rule(Protocol):
 
 @dataclass
 class _Ghost:
+    """What is remembered of one evicted block."""
+
+    key: int
     past: Any
-    run: int  # blocks that went at once are forgotten at once
 
 
 class Twin:
@@ -78,8 +80,8 @@ class Twin:
         self.rule = rule
         self.nodes: dict[int, list[Block]] = {}
         self.evictable: set[int] = set()
-        self.ghosts: dict[int, _Ghost] = {}  # by key, the first to go first
-        self._num_runs = 0
+        # Blocks that went at once, and are forgotten at once; the oldest are first.
+        self.ghosts: list[list[_Ghost]] = []
         self._named: int | None = None
 
     @property
@@ -89,7 +91,7 @@ class Twin:
     # Questions
 
     def num_alike(self, keys: Sequence[int]) -> int:
-        pasts = [self._past(key) for key in keys]
+        pasts = self._pasts(keys)
         num_alike = 1
         while num_alike < len(pasts) and self._are_pasts_alike(
             pasts[0], pasts[num_alike]
@@ -98,7 +100,7 @@ class Twin:
         return num_alike
 
     def can_extend(self, node_id: int, keys: Sequence[int]) -> bool:
-        past = self._past(keys[0]) if keys else None
+        past = self._pasts(keys)[0] if keys else None
         last = self.nodes[node_id][-1]
         return self.rule.can_follow(last.state, past)
 
@@ -130,12 +132,12 @@ class Twin:
         blocks = self.nodes.setdefault(node_id, [])
         for block in blocks:
             self.rule.grown(block.state, tick=tick, now=now)
-        each_key = list(keys) or [None] * num_blocks
-        for depth, key in enumerate(each_key, start + 1):
-            past = None if key is None else self._past(key)
+        pasts = self._pasts(keys) if keys else [None] * num_blocks
+        for depth, past in enumerate(pasts, start + 1):
             state = self.rule.new(past, hint=hint, tick=tick, now=now)
+            key = keys[depth - start - 1] if keys else None
             blocks.append(Block(key, depth, state))
-        self._recall([key for key in each_key if key is not None])
+        self._recall(keys)
         self.rule.settle(now)
         self._check(node_id)
 
@@ -185,35 +187,58 @@ class Twin:
         for block in others:
             assert self.rule.are_alike(first.state, block.state), "two histories"
 
-    def _past(self, key: int) -> Any:
-        ghost = self.ghosts.get(key)
-        return None if ghost is None else ghost.past
-
     def _are_pasts_alike(self, one: Any, other: Any) -> bool:
         if one is None or other is None:
             return one is other
         return self.rule.are_pasts_alike(one, other)
 
     def _remember(self, blocks: Sequence[Block]) -> None:
-        self._num_runs += 1
+        run = []
         for block in blocks:
             past = self.rule.past(block.state)
             if past is not None:
                 assert block.key is not None
-                self.ghosts[block.key] = _Ghost(past, self._num_runs)
-        while len(self.ghosts) > self.rule.max_ghosts:
-            oldest = next(iter(self.ghosts.values())).run
-            self.ghosts = {k: g for k, g in self.ghosts.items() if g.run != oldest}
+                run.append(_Ghost(block.key, past))
+        if run:
+            self._put_last(run)
+        while sum(map(len, self.ghosts)) > self.rule.max_ghosts:
+            del self.ghosts[0]
+
+    def _put_last(self, run: list[_Ghost]) -> None:
+        others = [each for each in self.ghosts if each[0].key != run[0].key]
+        self.ghosts = [*others, run]
+
+    def _head(self, key: int) -> list[_Ghost]:
+        """What is remembered from this block on: blocks come back from the head."""
+        return next((run for run in self.ghosts if run[0].key == key), [])
+
+    def _pasts(self, keys: Sequence[int]) -> list[Any]:
+        """What is remembered of each of some blocks that follow one another."""
+        pasts: list[Any] = []
+        while len(pasts) < len(keys):
+            found = self._head(keys[len(pasts)])
+            for ghost in found:
+                if len(pasts) == len(keys) or ghost.key != keys[len(pasts)]:
+                    break
+                pasts.append(ghost.past)
+            if not found:
+                pasts.append(None)
+        return pasts
 
     def _recall(self, keys: Sequence[int]) -> None:
-        """Forget ghosts that are back; what went with them moves to the end."""
-        back = [(key, self.ghosts[key]) for key in keys if key in self.ghosts]
-        for key, _ in back:
-            del self.ghosts[key]
-        for run in dict.fromkeys(ghost.run for _, ghost in back):
-            rest = [key for key, ghost in self.ghosts.items() if ghost.run == run]
-            for key in rest:
-                self.ghosts[key] = self.ghosts.pop(key)
+        """Forget what is back; what went with it counts as gone now."""
+        at = 0
+        while at < len(keys):
+            run = self._head(keys[at])
+            if not run:
+                at += 1
+                continue
+            self.ghosts.remove(run)
+            while run and at < len(keys) and run[0].key == keys[at]:
+                run = run[1:]
+                at += 1
+            if run:
+                self._put_last(run)
 
 
 # LRU
@@ -406,9 +431,7 @@ class S3FifoRule:
         resident = [block.state for blocks in nodes.values() for block in blocks]
         num_small = sum(not state.is_main for state in resident)
         is_small_full = num_small >= len(resident) / 10
-        in_order = sorted(
-            leaves, key=lambda leaf: (nodes[leaf][0].state.place, -leaf)
-        )
+        in_order = sorted(leaves, key=lambda leaf: (nodes[leaf][0].state.place, -leaf))
         small = [leaf for leaf in in_order if not nodes[leaf][0].state.is_main]
         main = [leaf for leaf in in_order if nodes[leaf][0].state.is_main]
         if small and (is_small_full or not main):

@@ -136,9 +136,7 @@ class Learner:
             if num > 100.0:
                 carried = pooled[at]
         for kind in kinds:
-            own = list(
-                zip(reused.get(kind, zero), lasted.get(kind, zero), strict=True)
-            )
+            own = list(zip(reused.get(kind, zero), lasted.get(kind, zero), strict=True))
             expected = sum(g * (r + s) for g, (r, s) in zip(pooled, own, strict=True))
             ratio = (sum(r for r, _ in own) + 5.0) / (expected + 5.0)
             hazards = [

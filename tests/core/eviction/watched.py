@@ -21,7 +21,8 @@ class Watched:
         self, policy: EvictionPolicy, twin: EvictionPolicy | None = None
     ) -> None:
         self.policy = policy
-        self.twin = twin
+        # Behind a function, so that a `picture` of the cache leaves the twin out.
+        self._twin = lambda: twin
         self.num_blocks: dict[int, int] = {}  # by node id
         self.evictable: set[int] = set()
         self.victims: list[int] = []  # every one that was named and then dropped
@@ -31,6 +32,10 @@ class Watched:
         self._can_merge: tuple[int, int] | None = None
         self._tick = 0
         self._now = 0.0
+
+    @property
+    def twin(self) -> EvictionPolicy | None:
+        return self._twin()
 
     @property
     def needs_keys(self) -> bool:

@@ -5,7 +5,8 @@ they are reported. The attacks themselves are in the modules it imports.
 
 Each claim has a control: the same attack where it must work, with everybody in one
 group. Where a control fails, the audit is inconclusive, since finding nothing with an
-attack that finds nothing anywhere says nothing.
+attack that finds nothing anywhere says nothing. For what evictions tell, the control is
+the engine without quotas: there they tell it, and that is said.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from dataclasses import asdict, dataclass
 from time import process_time
 from typing import Any
 
-from stemkv.audit.isolation.probes import PROBES, Finding, Stage, run_probes
+from stemkv.audit.isolation.evictions import (
+    LEARNING,
+    NUM_OWN_PROMPTS,
+    Beyond,
+    Habits,
+    Volume,
+    measure_beyond,
+    try_habits,
+    try_volume,
+)
+from stemkv.audit.isolation.probes import PROBES, Finding, Sight, Stage, run_probes
 from stemkv.audit.isolation.relations import (
     PARTIES,
     Ids,
@@ -114,6 +125,9 @@ def audit_isolation(
     ids = try_ids(stage, progress)
     thefts = _steal(stage, progress, clock)
     rounds = _time(stage, options, progress, clock)
+    volumes = try_volume(stage, progress)
+    habits = try_habits(progress, seed=options.seed)
+    beyond = measure_beyond()
     pressure = measure_pressure()
     wait = measure_wait(stage, progress, clock=clock)
     checks = (
@@ -123,6 +137,7 @@ def audit_isolation(
         *_id_checks(ids),
         *_theft_checks(thefts),
         *_timing_checks(rounds),
+        *_eviction_checks(volumes, habits),
     )
     return AuditReport(
         name="isolation",
@@ -135,7 +150,8 @@ def audit_isolation(
             _theft_table(thefts),
             _timing_table(rounds),
             _pressure_table(pressure),
-            _remaining_table(pressure, wait, ids, findings),
+            _eviction_table(volumes, habits, beyond),
+            _remaining_table(pressure, habits, beyond, wait, ids, findings),
         ),
         method=_method(loaded, options, rounds),
         data={
@@ -151,6 +167,9 @@ def audit_isolation(
             "thefts": [_theft_data(theft) for theft in _all(thefts)],
             "rounds": [asdict(each) for each in rounds],
             "pressure": [asdict(row) for row in pressure],
+            "volumes": [_volume_data(volume) for volume in volumes],
+            "habits": [asdict(each) for each in habits],
+            "beyond_floor": asdict(beyond),
             "wait": asdict(wait),
         },
     )
@@ -424,6 +443,55 @@ def _timing_checks(rounds: list[Round]) -> list[Check]:
     ]
 
 
+def _eviction_checks(volumes: list[Volume], habits: list[Habits]) -> list[Check]:
+    (volume,) = [each for each in volumes if each.has_floor]
+    (no_floor,) = [each for each in volumes if not each.has_floor]
+    (habit,) = [each for each in habits if each.has_floor]
+    (pooled,) = [each for each in habits if not each.has_floor]
+    return [
+        _control(
+            "Without quotas a tenant's evictions tell how much others take",
+            no_floor.is_signal,
+            f"{_lost(no_floor.busy)} by the victim's load, {_lost(no_floor.idle)} "
+            f"without",
+        ),
+        _claim(
+            "With a floor that covers what it uses, nothing that a tenant sees tells how "
+            "much others take",
+            not volume.is_signal,
+            f"{_lost(volume.busy)} by the victim's load, {_lost(volume.idle)} without; "
+            + (
+                "what it sees differs"
+                if volume.is_signal
+                else f"all of {len(volume.busy.lines)} lines equal"
+            ),
+        ),
+        _control(
+            "Without quotas a policy that learns lets evictions tell how soon others "
+            "come back",
+            pooled.num_told > 0,
+            _habit_evidence(pooled),
+        ),
+        _claim(
+            "With a floor, which of its blocks a tenant loses, to itself as well, does "
+            "not tell that",
+            habit.num_told == 0,
+            _habit_evidence(habit),
+        ),
+    ]
+
+
+def _lost(sight: Sight) -> str:
+    return f"{sight.number} of its blocks lost"
+
+
+def _habit_evidence(habits: Habits) -> str:
+    return (
+        f"the two habits looked different in {habits.num_told} of {habits.num_plays} "
+        f"plays with equal load"
+    )
+
+
 def _headline(checks: tuple[Check, ...]) -> str:
     claims = [check for check in checks if not check.is_control]
     broken = [check for check in claims if check.verdict is Verdict.BROKEN]
@@ -436,8 +504,10 @@ def _headline(checks: tuple[Check, ...]) -> str:
             f"decided: {undecided[0].claim}."
         )
     return (
-        f"Nothing that a tenant sees told of another's prompts, in {len(claims)} claims "
-        f"with {len(checks) - len(claims)} controls; that others are busy can be felt."
+        f"Nothing that a tenant sees told what another's prompts say, in {len(claims)} "
+        f"claims with {len(checks) - len(claims)} controls; that others are busy can be "
+        f"felt, and without quotas evictions tell how much they take and how soon they "
+        f"come back."
     )
 
 
@@ -555,9 +625,58 @@ def _pressure_table(pressure: list[Pressure]) -> Table:
     )
 
 
-def _remaining_table(
-    pressure: list[Pressure], wait: Wait, ids: Ids, findings: list[Finding]
+def _eviction_table(
+    volumes: list[Volume], habits: list[Habits], beyond: Beyond
 ) -> Table:
+    def volume(*, has_floor: bool) -> tuple[str, str]:
+        (found,) = [each for each in volumes if each.has_floor is has_floor]
+        return f"{found.busy.number} / {found.idle.number}", _seen(found.is_signal)
+
+    def habit(*, has_floor: bool) -> tuple[str, str]:
+        (found,) = [each for each in habits if each.has_floor is has_floor]
+        lost = f"{found.lost_if_soon:g} / {found.lost_if_late:g}"
+        return (
+            lost,
+            f"{_seen(found.num_told > 0)}, {found.num_told} of {found.num_plays}",
+        )
+
+    return Table(
+        title="What evictions tell of others",
+        columns=("of the victim", "without quotas", "", "with a floor", ""),
+        rows=(
+            (
+                "takes new blocks / nothing",
+                *volume(has_floor=False),
+                *volume(has_floor=True),
+            ),
+            (
+                "comes back soon / late, with equal load",
+                *habit(has_floor=False),
+                *habit(has_floor=True),
+            ),
+        ),
+        note=f"Numbers are what the attacker lost, in the one world / the other: blocks, "
+        f"and of {NUM_OWN_PROMPTS} prompts. Beyond a floor memory is lent: of "
+        f"{beyond.num_retained} blocks, with a floor of {beyond.floor}, others took all "
+        f"but {beyond.num_left}. A floor is about what is retained and not about room to "
+        f"run: while others' requests hold the rest of the memory, a tenant's next "
+        f"request makes room among its own blocks.",
+    )
+
+
+def _seen(is_signal: bool) -> str:
+    return "seen" if is_signal else "not seen"
+
+
+def _remaining_table(
+    pressure: list[Pressure],
+    habits: list[Habits],
+    beyond: Beyond,
+    wait: Wait,
+    ids: Ids,
+    findings: list[Finding],
+) -> Table:
+    (pooled,) = [each for each in habits if not each.has_floor]
     most = max(pressure, key=lambda row: row.num_lost)
     (public,) = [
         f.same.number
@@ -571,8 +690,27 @@ def _remaining_table(
         rows=(
             (
                 "how much memory others newly need",
-                "own blocks are evicted from a full cache",
+                "own blocks are evicted from a full cache, without a floor",
                 f"{most.num_lost} of 8 blocks lost to {most.num_taken} new ones",
+                "exact",
+            ),
+            (
+                "how soon others come back",
+                "what is evicted follows what was learnt of all, without quotas",
+                f"told apart in {pooled.num_told} of {pooled.num_plays} plays",
+                "exact",
+            ),
+            (
+                "how much others have above their floors",
+                "what was lent is taken back",
+                f"{beyond.num_retained - beyond.num_left} of {beyond.num_retained} "
+                f"blocks lost, with a floor of {beyond.floor}",
+                "exact",
+            ),
+            (
+                "that others' requests hold nearly all memory",
+                "own blocks make room for an own request, floor or not",
+                f"{beyond.num_lost_running} blocks lost to itself",
                 "exact",
             ),
             (
@@ -612,6 +750,9 @@ def _method(
         "seed": str(options.seed),
         "twin worlds": "clocks that count steps; all that the attacker may see compared "
         "byte by byte",
+        "evictions": f"a floor covers what the attacker retains and its request that "
+        f"runs; how soon a victim comes back is played on a cache alone, with the policy "
+        f"{LEARNING.name}",
         "timing": f"CPU seconds of this process, which others on the machine hardly "
         f"change; prompts of 4 blocks in interleaved pairs in random order, "
         f"{rounds[-1].claim.num_pairs} of them; trimmed means (a fifth at either end); "
@@ -645,6 +786,15 @@ def _finding_data(finding: Finding) -> dict[str, Any]:
         "idle": None
         if idle is None
         else {"number": idle.number, "sha256": idle.digest},
+    }
+
+
+def _volume_data(volume: Volume) -> dict[str, Any]:
+    return {
+        "has_floor": volume.has_floor,
+        "is_signal": volume.is_signal,
+        "idle": {"number": volume.idle.number, "sha256": volume.idle.digest},
+        "busy": {"number": volume.busy.number, "sha256": volume.busy.digest},
     }
 
 

@@ -90,7 +90,12 @@ class Stage:
     num_threads: int | None = None
 
     def world(
-        self, setting: Setting, num_blocks: int, token_budget: int = 512
+        self,
+        setting: Setting,
+        num_blocks: int,
+        token_budget: int = 512,
+        *,
+        floors: Mapping[str, int] | None = None,
     ) -> World:
         """Return a new world on a clock of its own."""
         return World(
@@ -98,6 +103,7 @@ class Stage:
             setting,
             num_blocks=num_blocks,
             token_budget=token_budget,
+            floors=floors,
             numerics=self.numerics,
             num_threads=self.num_threads,
         )

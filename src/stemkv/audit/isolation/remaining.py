@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from stemkv.audit.isolation.probes import Stage
+from stemkv.audit.isolation.scene import Scene, made_up_prompt
 from stemkv.audit.isolation.worlds import (
     ATTACKER,
     BLOCK_SIZE,
@@ -21,15 +22,10 @@ from stemkv.audit.isolation.worlds import (
     World,
     random_ids,
 )
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import Lru
-from stemkv.core.identity import Domain
 from stemkv.core.tokens import TokenIds
 
 __all__ = ["Pressure", "Wait", "measure_pressure", "measure_wait"]
 
-_NAMESPACE = bytes(32)
 _NUM_BLOCKS = 16
 _NUM_OWN = 8
 _NUM_SAMPLES = 5
@@ -63,12 +59,16 @@ def measure_pressure() -> list[Pressure]:
     ]
     deeds.append(("uses 8 blocks, then the same again", 8, 8))
     for deed, num_new, num_again in deeds:
-        scene = _Scene()
+        scene = Scene(_NUM_BLOCKS)
+        now = 0.0
+        # Whole blocks only, so that what is taken is what is published.
         for index in range(_NUM_OWN):
-            scene.use(ATTACKER, [index])
+            scene.wait_until(now := now + 1)
+            scene.use(ATTACKER, made_up_prompt(f"own {index}", 1, num_more=0))
         before = scene.num_taken
         for index in [*range(num_new), *range(num_again)]:
-            scene.use(VICTIM, [1000 + index])
+            scene.wait_until(now := now + 1)
+            scene.use(VICTIM, made_up_prompt(f"other {index}", 1, num_more=0))
         rows.append(
             Pressure(
                 deed=deed,
@@ -77,41 +77,6 @@ def measure_pressure() -> list[Pressure]:
             )
         )
     return rows
-
-
-class _Scene:
-    """A cache and a counter of time."""
-
-    def __init__(self) -> None:
-        config = CacheConfig(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE)
-        self._cache = PrefixCache(config, Lru)
-        self._now = 0.0
-
-    @property
-    def num_taken(self) -> int:
-        """Blocks published so far."""
-        return self._cache.usage().num_published_blocks
-
-    def num_held_by(self, tenant: str) -> int:
-        """Blocks of a tenant that are still cached."""
-        domain = PRIVATE.sharing.domain(tenant)
-        assert domain is not None, "tenants share with themselves by default"
-        return self._cache.usage_of(domain).num_cached_blocks
-
-    def use(self, tenant: str, ids: list[int]) -> None:
-        """Let a request of one whole block come and go."""
-        self._now += 1
-        prompt = TokenIds.from_ids([*ids, *range(BLOCK_SIZE - len(ids))]).buffer
-        domain: Domain | None = PRIVATE.sharing.domain(tenant)
-        assert domain is not None, "tenants share with themselves by default"
-        # Whole blocks only, so that what is taken is what is published.
-        lease = self._cache.acquire(
-            _NAMESPACE, domain, prompt, num_slots=BLOCK_SIZE, now=self._now
-        )
-        assert lease is not None, "one request at a time fits"
-        self._cache.copied(lease, self._now)
-        self._cache.publish(lease, prompt, BLOCK_SIZE, self._now)
-        self._cache.release(lease, self._now)
 
 
 def measure_wait(

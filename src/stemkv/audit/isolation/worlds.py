@@ -10,7 +10,7 @@ Clocks are counters of steps, so that twins can be compared byte by byte.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from stemkv.core.events import Event
@@ -19,6 +19,7 @@ from stemkv.core.request import RequestId
 from stemkv.core.sharing import Sharing, SharingPolicy
 from stemkv.core.tokens import TokenIds
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
+from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 
 __all__ = [
     "ATTACKER",
@@ -74,7 +75,8 @@ SETTINGS = (
 class World:
     """An engine whose every event is kept.
 
-    `clock` is in seconds; without one, time is counted in steps.
+    `clock` is in seconds; without one, time is counted in steps. `floors` are blocks
+    by tenant; without them there are no quotas, as by default.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class World:
         *,
         num_blocks: int,
         token_budget: int = 512,
+        floors: Mapping[str, int] | None = None,
         numerics: str = "exact",
         num_threads: int | None = None,
         clock: Callable[[], float] | None = None,
@@ -92,15 +95,25 @@ class World:
         self._now = 0.0
         self._events: list[Event] = []
         self._own: dict[str, set[RequestId]] = {}
+        bytes_per_block = BLOCK_SIZE * loaded.kv_bytes_per_token
+        quotas = None
+        if floors is not None:
+            quotas = MemoryQuotas(
+                tenants={
+                    tenant: MemoryQuota(floor_bytes=floor * bytes_per_block)
+                    for tenant, floor in floors.items()
+                }
+            )
         self.engine = Engine(
             loaded,
             EngineConfig(
                 numerics=numerics,
-                kv_memory_bytes=num_blocks * BLOCK_SIZE * loaded.kv_bytes_per_token,
+                kv_memory_bytes=num_blocks * bytes_per_block,
                 block_size=BLOCK_SIZE,
                 token_budget=token_budget,
                 max_num_running=min(64, token_budget),
                 sharing=setting.sharing,
+                quotas=quotas,
                 num_threads=num_threads,
                 # What is audited here is who sees what, not the build's arithmetic.
                 runs_self_test=False,

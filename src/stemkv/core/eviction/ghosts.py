@@ -31,9 +31,9 @@ class Ghosts(Generic[Past]):
     """Pasts of at most `max_blocks` evicted blocks, by key; the oldest run is forgotten.
 
     A path is evicted from its tail and comes back from its head, so a run is found by
-    its first key: the blocks before it are resident or come back first. Two blocks with
-    one key are an accident, or somebody's work (keys are short); then the later one
-    counts, and no call fails.
+    its first key: the blocks before it are resident or come back first. Two blocks can
+    have one key, by accident or by somebody's work (keys are short); then one of them
+    has the other's past or none, and no call fails.
 
     Every call is O(keys), amortised.
     """
@@ -69,9 +69,8 @@ class Ghosts(Generic[Past]):
             return len(keys)
         run: _Run[Past] | None = first
         while run is not None and self._is_alike(run.past, first.past):
-            num_same = _num_same(run.keys, keys, num_alike)
-            num_alike += num_same
-            if num_same < len(run.keys) or num_alike == len(keys):
+            num_alike += _num_same(run.keys, keys, num_alike)
+            if num_alike == len(keys):
                 break
             run = runs.get(keys[num_alike])
         return num_alike

@@ -1,11 +1,12 @@
 """Evictable leaves in an order, with the first (and last) at hand.
 
-Owns lazy heaps: what left stays in the heap until it is met or until too much of the
+Owns lazy heaps: what left stays in a heap until it is met or until too much of the
 heap is dead. So every call is O(log n), amortised.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heapify, heappop, heappush
 
 __all__ = ["Leaves", "TwoEndedLeaves"]
@@ -37,7 +38,9 @@ class Leaves:
         """Take a leaf out if it is in."""
         if self._keys.pop(node_id, None) is None:
             return
-        if len(self._heap) > 2 * len(self._keys) + 64:
+        if not self._keys:
+            self._heap.clear()
+        elif len(self._heap) > 2 * len(self._keys) + 64:
             # Paid for by what left since the last time.
             self._heap = [(key, each) for each, key in self._keys.items()]
             heapify(self._heap)
@@ -54,14 +57,19 @@ class Leaves:
 
 
 class TwoEndedLeaves:
-    """Leaves by key, with the smallest and the largest at hand."""
+    """Leaves by key, with the smallest and the largest at hand.
 
-    __slots__ = ("_keys", "_largest", "_smallest")
+    Most keys come in ascending order, as they are times: those stand in a row. The
+    others are in a heap for each end.
+    """
+
+    __slots__ = ("_keys", "_largest", "_row", "_smallest")
 
     def __init__(self) -> None:
-        self._keys: dict[int, int] = {}
+        self._keys: dict[int, int] = {}  # those that are in
+        self._row: deque[tuple[int, int]] = deque()  # (key, -node id), ascending
         self._smallest: list[tuple[int, int]] = []
-        self._largest: list[tuple[int, int]] = []  # keys negated
+        self._largest: list[tuple[int, int]] = []  # both numbers negated
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -69,37 +77,44 @@ class TwoEndedLeaves:
     def add(self, node_id: int, key: int) -> None:
         """Put a leaf in that is not in."""
         self._keys[node_id] = key
-        heappush(self._smallest, (key, -node_id))
-        heappush(self._largest, (-key, node_id))
+        entry = (key, -node_id)
+        row = self._row
+        if not row or row[-1] < entry:
+            row.append(entry)
+        else:
+            heappush(self._smallest, entry)
+            heappush(self._largest, (-key, node_id))
 
     def discard(self, node_id: int) -> None:
         """Take a leaf out if it is in."""
         keys = self._keys
         if keys.pop(node_id, None) is None:
             return
-        if len(self._smallest) > 2 * len(keys) + 64:
-            self._smallest = [(key, -each) for each, key in keys.items()]
-            heapify(self._smallest)
-        if len(self._largest) > 2 * len(keys) + 64:
-            self._largest = [(-key, each) for each, key in keys.items()]
-            heapify(self._largest)
+        most = 2 * len(keys) + 64
+        if len(self._row) + len(self._smallest) > most or len(self._largest) > most:
+            # Paid for by what left since the last time.
+            self._row = deque(sorted((key, -each) for each, key in keys.items()))
+            self._smallest.clear()
+            self._largest.clear()
 
     def first(self) -> int | None:
         """Return the leaf with the smallest key; of equal ones the youngest node."""
-        heap, keys = self._smallest, self._keys
-        while heap:
-            key, negated = heap[0]
-            if keys.get(-negated) == key:
-                return -negated
+        keys, row, heap = self._keys, self._row, self._smallest
+        while row and keys.get(-row[0][1]) != row[0][0]:
+            row.popleft()
+        while heap and keys.get(-heap[0][1]) != heap[0][0]:
             heappop(heap)
-        return None
+        if heap and (not row or heap[0] < row[0]):
+            return -heap[0][1]
+        return -row[0][1] if row else None
 
     def last(self) -> int | None:
         """Return the leaf with the largest key; of equal ones the oldest node."""
-        heap, keys = self._largest, self._keys
-        while heap:
-            negated, node_id = heap[0]
-            if keys.get(node_id) == -negated:
-                return node_id
+        keys, row, heap = self._keys, self._row, self._largest
+        while row and keys.get(-row[-1][1]) != row[-1][0]:
+            row.pop()
+        while heap and keys.get(heap[0][1]) != -heap[0][0]:
             heappop(heap)
-        return None
+        if heap and (not row or (-heap[0][0], -heap[0][1]) > row[-1]):
+            return heap[0][1]
+        return -row[-1][1] if row else None

@@ -99,7 +99,6 @@ class ReuseIndex:
         self._pasts: dict[int, _Past] = {}  # by node id
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks, _Past.is_like)
         self._leaves: dict[int, TwoEndedLeaves] = {}  # by class
-        self._kind_of: dict[int, int] = {}  # node id → class, evictable ones
 
     # What happens
 
@@ -175,13 +174,12 @@ class ReuseIndex:
         if leaves is None:
             leaves = self._leaves[past.kind] = TwoEndedLeaves()
         leaves.add(node_id, past.tick)
-        self._kind_of[node_id] = past.kind
 
     def became_pinned(self, node_id: int) -> None:
         """Drop the node as a candidate."""
-        kind = self._kind_of.pop(node_id, None)
-        if kind is not None:
-            self._leaves[kind].discard(node_id)
+        leaves = self._leaves.get(self._pasts[node_id].kind)
+        if leaves is not None:
+            leaves.discard(node_id)
 
     def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
         """Remember what left, if equal blocks can come back."""
@@ -192,31 +190,37 @@ class ReuseIndex:
         if num_left:
             del past.keys[num_left:]
             return
-        del self._pasts[node_id]
         self.became_pinned(node_id)
+        del self._pasts[node_id]
 
     def victim(self, now: float) -> int | None:
         """Return the leaf that pays least; O(classes)."""
-        self._times.advance(now)
-        best: tuple[float, int] | None = None
         best_id = oldest_id = None
-        oldest_tick, oldest_score = 0, 0.0
+        best_score = oldest_score = 0.0
+        best_tick = oldest_tick = 0
         for kind, leaves in self._leaves.items():
             first = leaves.first()
             if first is None:
                 continue
-            last = leaves.last()
             score, tick = self._score(kind, first, now)
-            if oldest_id is None or (tick, -first) < (oldest_tick, -oldest_id):
+            if oldest_id is None or tick < oldest_tick:
                 oldest_id, oldest_tick, oldest_score = first, tick, score
-            if best is None or (score, tick) < best:
-                best, best_id = (score, tick), first
-            if last is not None and last != first:
-                score, tick = self._score(kind, last, now)
-                score *= _NEWEST_HANDICAP
-                if (score, tick) < best:
-                    best, best_id = (score, tick), last
-        if best is None or best[0] >= _MARGIN * oldest_score:
+            elif tick == oldest_tick and first > oldest_id:
+                oldest_id, oldest_score = first, score  # the one that appeared last
+            if (
+                best_id is None
+                or score < best_score
+                or (score == best_score and tick < best_tick)
+            ):
+                best_id, best_score, best_tick = first, score, tick
+            last = leaves.last()
+            if last == first or last is None:
+                continue
+            score, tick = self._score(kind, last, now)
+            score *= _NEWEST_HANDICAP
+            if score < best_score or (score == best_score and tick < best_tick):
+                best_id, best_score, best_tick = last, score, tick
+        if best_score >= _MARGIN * oldest_score:
             return oldest_id
         return best_id
 
@@ -234,10 +238,13 @@ class ReuseIndex:
         if cohort is not None:
             self._times.end(cohort, past.kind, len(past.keys) * self._weight, now)
             past.cohort = None
-        past.gap = 1 + bisect_right(_GAP_EDGES, now - past.last_used_s)
-        past.num_uses = min(_MAX_USES, past.num_uses + 1)
+        idle_s = now - past.last_used_s
+        past.gap = gap = 1 + bisect_right(_GAP_EDGES, idle_s)
+        num_uses = past.num_uses
+        if num_uses < _MAX_USES:
+            past.num_uses = num_uses = num_uses + 1
         past.hint = hint
-        past.kind = _kind(past.num_uses, past.gap, hint)
+        past.kind = _kind(num_uses, gap, hint)
         past.tick = tick
         past.last_used_s = now
 

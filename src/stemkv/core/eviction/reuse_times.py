@@ -16,7 +16,6 @@ its dependence on one cache's size.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 
 __all__ = ["AGE_EDGES", "Cohort", "ReuseTimes"]
 
@@ -26,6 +25,7 @@ _NUM_BINS = len(AGE_EDGES) - 1
 _WIDTHS = tuple(AGE_EDGES[i + 1] - AGE_EDGES[i] for i in range(_NUM_BINS))
 _LAST_BIN = _NUM_BINS - 1
 
+_MIN_COHORTS = 1024
 _COHORT_S = 0.5  # idle times that begin this close together are counted as one
 _PRIOR_WEIGHT = 100.0  # events that the prior of one bin is worth
 _PRIOR_HAZARD = 0.05  # of every bin: so the rate falls with age, which is LRU
@@ -40,9 +40,10 @@ _BEYOND = 1e-12  # rate past the last edge, over the age
 class Cohort:
     """Idle times that began together: how many of each class still last."""
 
-    __slots__ = ("began_s", "lasting")
+    __slots__ = ("began_s", "lasting", "number")
 
-    def __init__(self, began_s: float) -> None:
+    def __init__(self, number: int, began_s: float) -> None:
+        self.number = number  # of all cohorts, in order
         self.began_s = began_s
         self.lasting: dict[int, float] = {}  # by class
 
@@ -50,8 +51,9 @@ class Cohort:
 class ReuseTimes:
     """Learns from idle times that end, and from those that do not.
 
-    An idle time counts in every bin that it outlasts and in the one where it ends, once
-    the clock has passed the end of the bin. Weights are in blocks.
+    An idle time counts in every bin that it outlasts and in the one where it ends.
+    Weights are in blocks. What cohorts outlast is counted when rates are made anew, so
+    that the passing of time costs nothing.
     """
 
     def __init__(self) -> None:
@@ -61,11 +63,11 @@ class ReuseTimes:
         self._prior_rates = _rates([_PRIOR_HAZARD] * _NUM_BINS)
         self._num_events = 0.0
         self._fit_at = _FIT_EVENTS
-        self._cohorts: deque[Cohort] = deque()
-        self._num_gone = 0  # cohorts that have left the deque
-        # By bin: the first cohort that has not outlasted it, counted from the start.
+        self._cohorts: list[Cohort] = []
+        self._num_gone = 0  # cohorts that have left the list
+        self._most_cohorts = _MIN_COHORTS  # more are looked through for old ones
+        # By bin: the first cohort that is not counted as having outlasted it.
         self._next = [0] * _NUM_BINS
-        self._due_s = float("inf")  # when the next cohort outlasts a bin
 
     def begin(self, kind: int, weight: float, now: float) -> Cohort:
         """Count an idle time of class `kind`; give the cohort back to `end`."""
@@ -73,28 +75,30 @@ class ReuseTimes:
         if cohorts and now - cohorts[-1].began_s < _COHORT_S:
             cohort = cohorts[-1]
         else:
-            self.advance(now)
-            cohort = Cohort(now)
+            if len(cohorts) >= self._most_cohorts:
+                self._count_lasting(now)
+                self._most_cohorts = max(_MIN_COHORTS, 2 * len(cohorts))
+            cohort = Cohort(self._num_gone + len(cohorts), now)
             cohorts.append(cohort)
-            self._due_s = min(self._due_s, now + AGE_EDGES[1])
         lasting = cohort.lasting
         lasting[kind] = lasting.get(kind, 0.0) + weight
         return cohort
 
     def end(self, cohort: Cohort, kind: int, weight: float, now: float) -> None:
         """Count that an idle time of class `kind` ended in a use."""
-        if now >= self._due_s:
-            self.advance(now)
         cohort.lasting[kind] -= weight
         at = bisect_right(AGE_EDGES, now - cohort.began_s) - 1
-        if at > _LAST_BIN:
+        counted, number = self._next, cohort.number
+        for outlasted in range(min(at, _NUM_BINS) - 1, -1, -1):
+            if number < counted[outlasted]:
+                break  # this bin is counted, and so are those before
+            _bins_of(self._lasted, kind)[outlasted] += weight
+        if at >= _NUM_BINS:
             return
-        bins = self._reused.get(kind)
-        if bins is None:
-            bins = self._reused[kind] = [0.0] * _NUM_BINS
-        bins[at] += weight
+        _bins_of(self._reused, kind)[at] += weight
         self._num_events += weight
         if self._num_events >= self._fit_at:
+            self._count_lasting(now)
             self._fit()
 
     def rate(self, kind: int, age_s: float) -> float:
@@ -104,29 +108,19 @@ class ReuseTimes:
             return _BEYOND / (1.0 + age_s)
         return self._rates.get(kind, self._prior_rates)[at]
 
-    def advance(self, now: float) -> None:
-        """Count the cohorts that have outlasted a bin by now."""
-        if now < self._due_s:
-            return
+    def _count_lasting(self, now: float) -> None:
+        """Count what cohorts have outlasted by now; O(bins), and each bin once."""
         cohorts, gone = self._cohorts, self._num_gone
-        due = float("inf")
         for at in range(_NUM_BINS):
             edge = AGE_EDGES[at + 1]
             index = self._next[at] - gone
             while index < len(cohorts) and now - cohorts[index].began_s >= edge:
                 for kind, weight in cohorts[index].lasting.items():
-                    bins = self._lasted.get(kind)
-                    if bins is None:
-                        bins = self._lasted[kind] = [0.0] * _NUM_BINS
-                    bins[at] += weight
+                    _bins_of(self._lasted, kind)[at] += weight
                 index += 1
             self._next[at] = index + gone
-            if index < len(cohorts):
-                due = min(due, cohorts[index].began_s + edge)
-        self._due_s = due
-        while self._num_gone < self._next[_LAST_BIN]:
-            cohorts.popleft()
-            self._num_gone += 1
+        del cohorts[: self._next[_LAST_BIN] - gone]
+        self._num_gone = self._next[_LAST_BIN]
 
     def _fit(self) -> None:
         """Make the rates anew from all counts, O(classes · bins²)."""
@@ -168,15 +162,32 @@ class ReuseTimes:
         self._fit_at = self._num_events * _FIT_GROWTH + _FIT_EVENTS
 
 
+def _bins_of(counts: dict[int, list[float]], kind: int) -> list[float]:
+    bins = counts.get(kind)
+    if bins is None:
+        bins = counts[kind] = [0.0] * _NUM_BINS
+    return bins
+
+
 def _rates(hazards: list[float]) -> list[float]:
-    """Return the index at the beginning of each bin, from its probability of reuse."""
-    rates = []
-    for at in range(_NUM_BINS):
-        lasting, uses, seconds, best = 1.0, 0.0, 0.0, 0.0
-        for hazard, width in zip(hazards[at:], _WIDTHS[at:], strict=True):
-            uses += lasting * hazard
-            seconds += lasting * width * (1.0 - hazard / 2)
-            lasting *= 1.0 - hazard
-            best = max(best, uses / seconds)
-        rates.append(best)
+    """Return the index at the beginning of each bin, from its probability of reuse.
+
+    The best average rate from a bin on ends where the next stretch would lower it. So
+    from the last bin to the first, a stretch takes over its successors as long as those
+    are better than it is: O(bins).
+    """
+    rates = [0.0] * _NUM_BINS
+    # (uses, seconds, share that outlasts it), each for what lasts at its beginning
+    stretches: list[tuple[float, float, float]] = []
+    for at in range(_LAST_BIN, -1, -1):
+        hazard = hazards[at]
+        uses, seconds = hazard, _WIDTHS[at] * (1.0 - hazard / 2)
+        lasting = 1.0 - hazard
+        while stretches and stretches[-1][0] * seconds > uses * stretches[-1][1]:
+            more_uses, more_seconds, share = stretches.pop()
+            uses += lasting * more_uses
+            seconds += lasting * more_seconds
+            lasting *= share
+        stretches.append((uses, seconds, lasting))
+        rates[at] = uses / seconds
     return rates

@@ -1,0 +1,291 @@
+"""Eviction policies compared: one table for each size, and how much of the gap they close.
+
+Owns the order of policies, their marks and the sentence on top. What the gap is,
+`measure.gap` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from stemkv.measure.results import GIB, SweepCell, SweepResult
+from stemkv.report.capacity import gib_axis
+from stemkv.report.chart import (
+    LINE_COLORS,
+    Axis,
+    Band,
+    Series,
+    bar_chart,
+    line_chart,
+)
+from stemkv.report.page import Cell, Chart, Section
+from stemkv.report.wording import memory, name, per_cent, percent
+
+__all__ = ["policy_charts", "policy_headline", "policy_sentences", "policy_tables"]
+
+_LRU, _BEST = "lru", "clairvoyant"
+_MEASURED = "CPU s"
+_WORST = "worst"
+
+_Group = tuple[str, float]  # sharing rule, GiB
+
+
+def policy_tables(result: SweepResult) -> list[Section]:
+    """Return a table for each size and sharing rule, the best policy first."""
+    groups = _groups(result.compared())
+    has_rules = len({sharing for sharing, _ in groups}) > 1
+    tables = [
+        _table(result, cells, where=f", {sharing}" if has_rules else "")
+        for (sharing, _), cells in groups.items()
+    ]
+    # One explanation is enough for all.
+    return [replace(table, note="") if at else table for at, table in enumerate(tables)]
+
+
+def policy_charts(result: SweepResult) -> list[Chart]:
+    """Return the gap closed in tokens and in seconds against memory."""
+    cells = [cell for cell in result.compared() if cell.token_gap is not None]
+    if not cells:
+        return []
+    if len({cell.gib for cell in cells}) == 1:
+        return [_bars(cells)]
+    return [
+        _lines(
+            "Gap closed between LRU and clairvoyant, in tokens",
+            cells,
+            lambda cell: cell.token_gap,
+            note="LRU is 0 and a policy that knows the future 100 %, at every size. "
+            "Requests one after another.",
+            label="exact" if result.trace.is_exact else "estimated",
+        ),
+        _lines(
+            "Gap closed between LRU and clairvoyant, in seconds",
+            cells,
+            lambda cell: cell.seconds_gap,
+            note="The same in saved prefill. Clairvoyant keeps the most tokens and not "
+            "the most seconds, so that more than 100 % is possible.",
+            label="estimated",
+        ),
+    ]
+
+
+def policy_headline(result: SweepResult) -> str | None:
+    """Return what the comparison comes to; `None` if there is none, or no gap."""
+    found = _ranked(result.compared())
+    if not found:
+        return None
+    best, worst = found[0], found[-1]
+    text = (
+        f"Of {len(found)} eviction policies “{name(best[0])}” comes closest to one that "
+        f"knows the future: it closes {_range(_tokens(best[1]))} of the gap to LRU in tokens, "
+        f"{_range(_seconds(best[1]))} in seconds"
+    )
+    if len(found) > 1:
+        text += (
+            f"; worst is “{name(worst[0])}” with {_range(_tokens(worst[1]))} in tokens"
+        )
+    return f"{text}."
+
+
+def policy_sentences(result: SweepResult) -> list[str]:
+    """Return who reuses less than LRU, and where there is nothing to be won."""
+    cells = result.compared()
+    sentences = []
+    losses = [
+        (1 - cell.hit_rate / lru.hit_rate, cell)
+        for group in _groups(cells).values()
+        for lru in group
+        if lru.eviction == _LRU and lru.hit_rate > 0
+        for cell in group
+        if cell.hit_rate < lru.hit_rate and cell.eviction != _BEST
+    ]
+    if losses:
+        loss, cell = max(losses, key=lambda each: each[0])
+        sentences.append(
+            f"The most that a policy loses against LRU is {percent(loss)} of its hits: "
+            f"“{name(cell.eviction)}” with {memory(cell.gib * GIB)}."
+        )
+    elif cells:
+        sentences.append("No policy reuses less than LRU at any of these sizes.")
+    narrow = [
+        group[0]
+        for group in _groups(cells).values()
+        if all(cell.token_gap is None for cell in group)
+    ]
+    if narrow:
+        sizes = ", ".join(dict.fromkeys(memory(cell.gib * GIB) for cell in narrow))
+        sentences.append(
+            f"With {sizes} LRU reuses what a clairvoyant policy does, within a "
+            f"thousandth of the prompt tokens: there is no gap to close."
+        )
+    return sentences
+
+
+def _groups(cells: Iterable[SweepCell]) -> dict[_Group, list[SweepCell]]:
+    groups: dict[_Group, list[SweepCell]] = {}
+    for cell in sorted(cells, key=lambda each: (each.sharing, each.num_blocks)):
+        groups.setdefault((cell.sharing, cell.gib), []).append(cell)
+    return groups
+
+
+def _ranked(cells: Iterable[SweepCell]) -> list[tuple[str, list[SweepCell]]]:
+    """Return the policies that an engine can have, with their cells, the best first.
+
+    By the mean gap over sizes where there is one; LRU closes nothing by definition.
+    """
+    by_name: dict[str, list[SweepCell]] = {}
+    for cell in cells:
+        if cell.eviction not in (_LRU, _BEST) and cell.token_gap is not None:
+            by_name.setdefault(cell.eviction, []).append(cell)
+
+    def mean(cells: Sequence[SweepCell]) -> float:
+        return math.fsum(cell.token_gap or 0.0 for cell in cells) / len(cells)
+
+    return sorted(by_name.items(), key=lambda each: (-mean(each[1]), each[0]))
+
+
+def _tokens(cells: Sequence[SweepCell]) -> list[float]:
+    return [cell.token_gap for cell in cells if cell.token_gap is not None]
+
+
+def _seconds(cells: Sequence[SweepCell]) -> list[float]:
+    return [cell.seconds_gap for cell in cells if cell.seconds_gap is not None]
+
+
+def _range(shares: Sequence[float]) -> str:
+    if not shares:
+        return "nothing"
+    low, high = percent(min(shares)), percent(max(shares))
+    return low if low == high else f"{low} to {high}"
+
+
+def _table(result: SweepResult, cells: Sequence[SweepCell], *, where: str) -> Section:
+    trace = result.trace
+    ordered = sorted(cells, key=lambda cell: (-cell.hit_rate, cell.eviction))
+    online = [cell for cell in ordered if cell.eviction != _BEST]
+    lowest, highest = online[-1].hit_rate, online[0].hit_rate
+    measured = any(cell.policy_cpu_s is not None for cell in cells)
+    gib = cells[0].gib
+    gib_s = gib * trace.duration_s if trace.has_arrivals else 0.0
+    columns = ["policy", "hit rate %", "saved s", "gap closed, tokens %"]
+    columns += ["gap closed, seconds %", "regret tokens", "evicted GiB"]
+    columns += ["saved s per GiB·s"] if gib_s else []
+    columns += [_MEASURED, "saved s net of it"] if measured else []
+    rows: list[Sequence[Cell]] = []
+    for cell in ordered:
+        is_worst = lowest < highest and cell.hit_rate == lowest and cell in online
+        row: list[Cell] = [
+            cell.eviction,
+            per_cent(cell.hit_rate),
+            cell.saved_s,
+            _per_cent(cell.token_gap),
+            _per_cent(cell.seconds_gap),
+            cell.regret_tokens,
+            cell.evicted_gib,
+        ]
+        row += [cell.saved_s / gib_s] if gib_s else []
+        row += [cell.policy_cpu_s, cell.net_saved_s] if measured else []
+        rows.append([*row, _WORST if is_worst else ""])
+    note = "Regret: tokens evicted and asked for again."
+    if gib_s:
+        note += " GiB·s: the memory, from the first arrival to the last."
+    if measured:
+        note += (
+            " CPU s: measured, in the policy's hooks on this machine in pure Python; "
+            "what it saves net of that is measured as well."
+        )
+    label = "counts exact, saved seconds estimated"
+    if not trace.is_exact:
+        label = "estimated"
+    return Section(
+        title=f"Eviction policies with {memory(gib * GIB)}{where}",
+        columns=[*columns, ""],
+        rows=rows,
+        note=note,
+        label=f"{label}, CPU time measured" if measured else label,
+    )
+
+
+def _per_cent(share: float | None) -> Cell:
+    return None if share is None else per_cent(share)
+
+
+def _lines(
+    title: str,
+    cells: Sequence[SweepCell],
+    value: Callable[[SweepCell], float | None],
+    *,
+    note: str,
+    label: str,
+) -> Chart:
+    names = sorted({cell.eviction for cell in cells})
+    rules = sorted({cell.sharing for cell in cells})
+    series = []
+    for eviction in names:
+        for rule in rules:
+            line = sorted(
+                (c for c in cells if (c.eviction, c.sharing) == (eviction, rule)),
+                key=lambda cell: cell.gib,
+            )
+            series.append(
+                Series(
+                    name=eviction if len(rules) == 1 else f"{eviction}, {rule}",
+                    x=[cell.gib for cell in line],
+                    y=[_drawn(value(cell)) for cell in line],
+                    color=LINE_COLORS[names.index(eviction) % len(LINE_COLORS)],
+                    # One hue per policy; of two ways to share one is dashed, and so is
+                    # what nobody can have.
+                    is_dashed=eviction == _BEST or rule != rules[0],
+                    has_points=True,
+                )
+            )
+    return line_chart(
+        title=title,
+        x=gib_axis(sorted({cell.gib for cell in cells})),
+        y=Axis(title="of the gap", is_share=True),
+        series=series,
+        columns=("policy", "GiB", "gap closed %"),
+        rows=[
+            (line.name, gib, per_cent(share))
+            for line in series
+            for gib, share in zip(line.x, line.y, strict=True)
+            if math.isfinite(share)
+        ],
+        note=note,
+        label=label,
+    )
+
+
+def _bars(cells: Sequence[SweepCell]) -> Chart:
+    ordered = sorted(cells, key=lambda cell: (-(cell.token_gap or 0), cell.eviction))
+    rules = {cell.sharing for cell in cells}
+    return bar_chart(
+        title=f"Gap closed between LRU and clairvoyant with {memory(cells[0].gib * GIB)}",
+        names=[
+            cell.eviction if len(rules) == 1 else f"{cell.eviction}, {cell.sharing}"
+            for cell in ordered
+        ],
+        bands=[
+            Band(
+                name="in tokens, %",
+                values=[per_cent(_drawn(cell.token_gap)) for cell in ordered],
+                color="var(--line-1)",
+            ),
+            Band(
+                name="in seconds, %",
+                values=[per_cent(_drawn(cell.seconds_gap)) for cell in ordered],
+                color="var(--line-2)",
+            ),
+        ],
+        x=Axis(title="% of the gap"),
+        is_stacked=False,
+        note="LRU is 0 and a policy that knows the future 100. Requests one after "
+        "another.",
+        label="estimated",
+    )
+
+
+def _drawn(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,80 @@
+"""A cache that objects when a block is evicted out of turn.
+
+`WatchedCache` decides nothing. Before anything is evicted it looks at the whole tree and
+at the whole queue, and asks for every single block whether another one had to go first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from stemkv.core.cache import PrefixCache
+from stemkv.core.entry import DropReason
+from stemkv.core.identity import PUBLIC
+from stemkv.core.lookahead import Waiting
+from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.tree import Node
+
+__all__ = ["WatchedCache"]
+
+_ENDED, _ORDINARY, _AWAITED, _KEPT = range(4)
+Rank = tuple[int, float]
+
+
+class WatchedCache(PrefixCache):
+    """Checks the order in which tail blocks of leaves go: tiers first, then places."""
+
+    def __init__(self, *args: Any, has_spans: bool = False, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        # A cut never parts a span's first positions, so it may take blocks too early.
+        self._is_exact = not has_spans
+        self.went: Counter[int] = Counter()  # blocks evicted, by rank
+
+    def num_gone(self, tier: str) -> int:
+        """How many blocks were evicted from a tier."""
+        return self.went[("ended", "ordinary", "awaited", "kept").index(tier)]
+
+    def _drop(self, node: Node, num_blocks: int, now: float, reason: DropReason) -> int:
+        if reason is DropReason.EVICTED:
+            self._check_turn(node, num_blocks, now)
+        return super()._drop(node, num_blocks, now, reason)
+
+    def _check_turn(self, node: Node, num_blocks: int, now: float) -> None:
+        queue = [] if self._queue is None else list(self._queue(now))
+        has_quotas = self._retention.quotas is not None
+        others = [
+            self._rank(leaf, leaf.num_blocks - 1, queue, now)
+            for leaf in self.tree.nodes()
+            if leaf.is_leaf and leaf.ref_count == 0 and leaf is not node
+            if leaf.domain == node.domain or not has_quotas
+        ]
+        first = min(others, default=None)
+        for index in reversed(range(node.num_blocks - num_blocks, node.num_blocks)):
+            rank = self._rank(node, index, queue, now)
+            self.went[rank[0]] += 1
+            if self._is_exact and first is not None:
+                assert rank <= first, f"{rank} went before {first}"
+
+    def _rank(self, node: Node, index: int, queue: list[Waiting], now: float) -> Rank:
+        """Where a block stands; smaller goes first, equal ones as the policy says."""
+        retention = self._retention
+        until = retention._kept_until.get(node.id)
+        if until is not None and until > now:
+            return _KEPT, until
+        for place, waiting in enumerate(queue):
+            if self._hits(waiting, node, index):
+                return _AWAITED, -place
+        if node.id in retention._ended:
+            return _ENDED, 0.0
+        return _ORDINARY, 0.0
+
+    def _hits(self, waiting: Waiting, node: Node, index: int) -> bool:
+        """Whether the request would find the block, if it was admitted now."""
+        if waiting.namespace != node.root().namespace:
+            return False
+        if node.domain not in (PUBLIC, waiting.domain):
+            return False
+        spelled = b"".join(step.edge for step in node.path()[:-1])
+        spelled += node.edge[: (index + 1) * self.config.block_size * TOKEN_BYTES]
+        return waiting.tokens[:-TOKEN_BYTES].startswith(spelled)
