@@ -254,11 +254,12 @@ def use_refreshes_equal_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
 
     def touching(self: PrefixCache, *rest: Any, now: float, **more: Any) -> Any:
         lease = acquire(self, *rest, now=now, **more)
-        tokens = rest[2]
+        tokens, retention = rest[2], self._retention
         for node in tuple(self.tree.nodes()):
-            if lease is not None and tokens.startswith(node.edge):
-                self._retention.used(node, lease, tick=self._tick, now=now)
-                self._retention._replace(node.id, now)
+            if retention.is_evictable(node) and tokens.startswith(node.edge):
+                retention._withdraw(node.id)
+                retention.used(node, lease, tick=self._tick, now=now)
+                retention.became_evictable(node, now=now)
         return lease
 
     patch.setattr(PrefixCache, "acquire", touching)
@@ -357,6 +358,7 @@ def strangers_are_taken_in(patch: pytest.MonkeyPatch) -> None:
 
 _WHAT_A_HIT_SHOWS = {MATCH, COUNTS, EVENTS, USAGE, EVICTION, WAITING}
 _ALL_THEFTS = {THEFT, THEFT_PUBLIC, THEFT_TIME, TTFT}
+_EVICTIONS = {VOLUME, HABITS}
 
 
 @pytest.mark.parametrize(
@@ -364,19 +366,19 @@ _ALL_THEFTS = {THEFT, THEFT_PUBLIC, THEFT_TIME, TTFT}
     [
         (
             all_domains_are_equal,
-            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, SCOPES, NAMES},
+            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, *_EVICTIONS, SCOPES, NAMES},
         ),
         (
             everybody_is_in_one_group,
-            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, SCOPES, NAMES, RETAINED},
+            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, *_EVICTIONS, SCOPES, NAMES, RETAINED},
         ),
         (followers_wait_for_foreign_prefixes, {WAITING}),
-        (usage_counts_everybody, {USAGE}),
+        (usage_counts_everybody, {USAGE, VOLUME}),
         (use_refreshes_equal_blocks_of_others, {EVICTION}),
         (floors_are_not_minded, {VOLUME}),
         (policies_learn_from_all_tenants, {HABITS}),
         (anybody_can_cancel, {CANCEL}),
-        (ids_are_counted_for_all, {IDS, EVENTS}),
+        (ids_are_counted_for_all, {IDS, EVENTS, VOLUME}),
         (names_are_folded, {NAMES}),
         (classes_widen, {SCOPES}),
         (none_means_private, {SCOPES, RETAINED}),

@@ -493,7 +493,7 @@ def test_the_ledger_has_a_row_per_request_and_the_timeline_every_one() -> None:
 
 def test_without_a_clock_hits_are_those_of_the_curve_and_latencies_are_none() -> None:
     page = Path("page.html")
-    document = replayed(*QUICK, "--no-clock", "--html", page)
+    document = replayed(*QUICK, "--no-clock", "--eviction", "lru", "--html", page)
 
     lru = next(c for c in document["curves"] if c["name"] == "isolated")
     own = next(p for p in lru["points"] if p["num_blocks"] == document["num_blocks"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stemkv.sim.policies import EVICTIONS, ONLINE_EVICTIONS
 from tests.cli.traces import QUICK, piped_to_head, small_trace, stemkv
 
 WORKLOAD = QUICK[:4]
@@ -69,7 +70,9 @@ def test_people_get_a_sentence_a_table_and_a_page(tmp_path: Path) -> None:
 
 
 def test_without_a_clock_there_are_hits_only() -> None:
-    document = swept(*WORKLOAD, "--blocks", "2048,1024", "--no-clock")
+    document = swept(
+        *WORKLOAD, "--blocks", "2048,1024", "--no-clock", "--eviction", "lru"
+    )
 
     cells = document["cells"]
     assert [cell["num_blocks"] for cell in cells] == [1_024, 1_024, 2_048, 2_048]
@@ -83,6 +86,99 @@ def test_without_a_clock_there_are_hits_only() -> None:
             if each["num_blocks"] == cell["num_blocks"]
         )
         assert point["hit_rate"] == cell["hit_rate"]
+
+
+# Eviction policies compared
+
+ALL = (*WORKLOAD, "--blocks", "1024,2048", "--eviction", "all", "--jobs", "1")
+
+
+def test_all_policies_are_compared_without_a_clock_and_one_knows_the_future() -> None:
+    document = swept(*ALL)
+
+    cells = document["cells"]
+    assert {cell["eviction"] for cell in cells} == {*EVICTIONS}
+    assert {cell["sharing"] for cell in cells} == {"isolated"}
+    assert len(cells) == 2 * len(EVICTIONS)
+    assert document["clockless"] == []
+    assert document["config"]["clock"].startswith("none")
+    for cell in cells:
+        assert cell["ttft_p50_s"] is None
+        if cell["eviction"] in ("lru", "clairvoyant"):
+            gap = float(cell["eviction"] == "clairvoyant")
+            assert (cell["token_gap"], cell["seconds_gap"]) == (gap, gap)
+
+
+def test_what_is_measured_is_in_the_json_only_if_it_is_asked_for() -> None:
+    one, two = (stemkv("sweep", *ALL, "--json", "-") for _ in range(2))
+    measured = swept(*ALL, "--cpu-time")["cells"]
+
+    assert one.stdout == two.stdout
+    assert all(cell["policy_cpu_s"] is None for cell in json.loads(one.stdout)["cells"])
+    for cell in measured:
+        if cell["eviction"] == "clairvoyant":
+            assert cell["net_saved_s"] is None
+            continue
+        assert cell["policy_cpu_s"] > 0
+        assert cell["net_saved_s"] < cell["saved_s"]
+
+
+def test_a_comparison_has_a_table_for_each_size_and_a_picture(tmp_path: Path) -> None:
+    page = tmp_path / "policies.html"
+
+    result = stemkv("sweep", *ALL, "--html", page)
+
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert text.startswith("Of 4 eviction policies “")
+    for size in ("2 GiB", "4 GiB"):
+        assert f"Eviction policies with {size}" in text
+    for word in ("gap", "regret", "evicted", "CPU s", "net saved", "CPU time measured"):
+        assert word in text
+    assert text.count("worst") >= 2
+    assert "Configurations" not in text
+    assert "Gap closed between LRU and clairvoyant, in seconds" in page.read_text()
+
+
+def test_with_the_clock_asked_for_both_are_done() -> None:
+    document = swept(*ALL, "--clock")
+    without = swept(*ALL)
+
+    assert {cell["eviction"] for cell in document["cells"]} == {*ONLINE_EVICTIONS}
+    assert all(cell["ttft_p50_s"] is not None for cell in document["cells"])
+    assert all(cell["token_gap"] is None for cell in document["cells"])
+    assert document["clockless"] == without["cells"]
+
+    result = stemkv("sweep", *ALL, "--clock")
+
+    text = " ".join(result.stdout.split())
+    for words in ("Of 4 eviction policies", "Of 10 configurations", "Configurations"):
+        assert words in text
+
+
+def test_an_objective_and_a_queue_are_passed_on() -> None:
+    plain, seconds, looking = (
+        swept(*WORKLOAD, "--blocks", "1024", "--no-clock", "--eviction", "gdsf", *more)
+        for more in ((), ("--objective", "seconds"), ("--lookahead", "20"))
+    )
+
+    assert seconds["config"]["objective"] == "seconds"
+    assert (plain["config"]["lookahead"], looking["config"]["lookahead"]) == (0, 20)
+    assert looking["cells"] != plain["cells"]
+
+
+def test_quotas_are_those_of_the_file_at_every_size(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.json"
+    file.write_text('{"default": {"cap": "1GiB"}}')
+
+    capped = swept(*WORKLOAD, *SIZES, "--quotas", file)
+    free = swept(*WORKLOAD, *SIZES, "--sharing", "isolated")
+
+    assert capped["config"]["quotas"] == "others: cap 1 GiB"
+    assert free["config"]["quotas"] is None
+    assert {cell["sharing"] for cell in capped["cells"]} == {"isolated"}
+    for with_cap, without in zip(capped["cells"], free["cells"], strict=True):
+        assert with_cap["hit_rate"] < without["hit_rate"]
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -131,6 +227,19 @@ def test_a_sweep_that_served_nobody_is_inconclusive(tmp_path: Path) -> None:
         ([*WORKLOAD, "--no-clock", "--order", "fcfs"], "--order needs the clock"),
         ([*WORKLOAD, "--no-clock", "--slo-tpot", "1"], "--slo-tpot needs the clock"),
         ([*WORKLOAD, "--html", "-"], "only --json"),
+        ([*WORKLOAD, "--eviction", "clairvoyant"], "replay with --no-clock"),
+        ([*WORKLOAD, "--eviction", "lru,all"], "--eviction must be one of"),
+        ([*WORKLOAD, "--eviction", "all", "--replicas", "2"], "add --clock"),
+        ([*WORKLOAD, "--eviction", "all", "--quotas", "q.json"], "add --clock"),
+        (
+            [*WORKLOAD, "--clock", "--eviction", "all", "--quotas", "q.json"],
+            "list them, as in --eviction reuse_index,lru",
+        ),
+        ([*WORKLOAD, "--no-clock", "--quotas", "q.json"], "--quotas needs the clock"),
+        ([*WORKLOAD, "--quotas", "q.json"], "q.json: the file does not exist"),
+        ([*WORKLOAD, "--objective", "joules"], "--objective must be one of"),
+        ([*WORKLOAD, "--hints", "luck"], "--hints must be one of"),
+        ([*WORKLOAD, "--lookahead", "-1"], "--lookahead must be at least 0"),
         ([*WORKLOAD, "--html", "no/such/folder/a.html"], "folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -146,4 +255,8 @@ def test_a_wrong_call_ends_with_a_sentence_and_code_two(
 
 
 def test_help_has_an_example() -> None:
-    assert "Example: stemkv sweep " in stemkv("sweep", "--help").stdout
+    text = stemkv("sweep", "--help").stdout
+
+    assert "Example: stemkv sweep " in text
+    for name in EVICTIONS:
+        assert name in text

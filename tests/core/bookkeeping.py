@@ -27,6 +27,7 @@ from stemkv.core.events import (
     RequestFinished,
     RequestRestarted,
 )
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import PUBLIC
 from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.scheduler import Scheduler
@@ -76,6 +77,7 @@ class BookedDriver(Driver):
         namespace: bytes | None = OWN,
         max_new_tokens: int = 4,
         num_samples: int = 1,
+        hints: Hints = NO_HINTS,
     ) -> Request:
         """Add a request of a tenant in some domain, a group's for instance."""
         now = self._tick()
@@ -87,6 +89,7 @@ class BookedDriver(Driver):
             arrival_s=now,
             namespace=namespace_of(model) if namespace == OWN else namespace,
             num_samples=num_samples,
+            hints=hints,
         )
         request = self.scheduler.add(replace(spec, domain=domain, tenant=tenant))
         self.requests[request_id] = request

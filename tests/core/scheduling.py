@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b, sha256
@@ -49,6 +49,7 @@ from stemkv.core.events import (
     RequestRestarted,
     TokenSampled,
 )
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.request import RequestState, TokenCounts, child_id
 from stemkv.core.tokens import TOKEN_BYTES, Span
 
@@ -124,6 +125,7 @@ def build_spec(
     num_samples: int = 1,
     adapter: str | None = None,
     start_position: int = 0,
+    hints: Hints = NO_HINTS,
 ) -> RequestSpec:
     return RequestSpec(
         request_id=RequestId(request_id),
@@ -135,6 +137,7 @@ def build_spec(
         num_samples=num_samples,
         adapter=adapter,
         start_position=start_position,
+        hints=hints,
     )
 
 
@@ -377,17 +380,22 @@ class Driver:
         max_request_tokens: int | None = None,
         max_steps_awaiting: int = 256,
         watermark: float = 0.0,
+        lookahead: int = 32,
+        make_cache: Callable[[CacheConfig], PrefixCache] | None = None,
     ) -> None:
         self.now = 0.0
-        self.cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru
-        )
+        cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+        if make_cache is None:
+            self.cache = PrefixCache(cache_config, Lru)
+        else:
+            self.cache = make_cache(cache_config)
         self.config = SchedulerConfig(
             token_budget=token_budget,
             max_num_running=min(max_num_running, token_budget),
             max_request_tokens=max_request_tokens,
             max_steps_awaiting=max_steps_awaiting,
             watermark=watermark,
+            lookahead=lookahead,
         )
         self.scheduler = Scheduler(self.config, self.cache, Fcfs())
         self.runner = FakeRunner(self.scheduler, stops)
@@ -417,6 +425,7 @@ class Driver:
         arrival_s: float | None = None,
         adapter: str | None = None,
         start_position: int = 0,
+        hints: Hints = NO_HINTS,
     ) -> Request:
         now = self._tick()
         model = Model(adapter, start_position, self.num_fences)
@@ -431,6 +440,7 @@ class Driver:
                 num_samples=num_samples,
                 adapter=adapter,
                 start_position=start_position,
+                hints=hints,
             )
         )
         self.requests[request_id] = request

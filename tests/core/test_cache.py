@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -92,7 +93,9 @@ def test_what_could_never_fit_is_refused_with_the_numbers() -> None:
     cache = build_cache(num_blocks=3, block_size=2)
     before = snapshot(cache)
 
-    with pytest.raises(PromptTooLong, match="7 tokens need 4 blocks .* has 3") as error:
+    with pytest.raises(
+        PromptTooLong, match="7 tokens need 4 blocks .* 3 of 3"
+    ) as error:
         acquire(cache, "abcdefg")
 
     assert error.value.field == "prompt"
@@ -851,10 +854,10 @@ def test_evictions_are_told_with_the_owner_and_the_count() -> None:
 
 def test_a_policy_that_hides_its_victims_is_a_defect_and_not_a_full_cache() -> None:
     class Miser(Lru):
-        def victim(self) -> int | None:
+        def victim(self, now: float) -> int | None:
             return None
 
-    cache = PrefixCache(CacheConfig(num_blocks=2, block_size=1), Miser())
+    cache = build_cache(num_blocks=2, block_size=1, make_policy=Miser)
     serve(cache, "ab")
     with pytest.raises(InvariantError, match="1 available blocks could not be freed"):
         acquire(cache, "x")
@@ -874,108 +877,257 @@ def test_evicted_blocks_are_freed_tail_first() -> None:
 # What a policy is told (C9)
 
 
+Heard = tuple[object, ...]
+
+
 class Recorder(Lru):
-    """An `Lru` that writes down what it hears."""
+    """An `Lru` that writes down what it hears, and may want keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_keys: bool = False) -> None:
         super().__init__()
-        self.heard: list[tuple[object, ...]] = []
+        self.needs_keys = needs_keys
+        self.keys: list[int] = []
+        self.ticks: list[int] = []
+        self.heard: list[Heard] = []
 
-    def published(self, node_id: int, *, num_blocks: int, now: float) -> None:
-        self.heard.append(("published", num_blocks, now))
-        super().published(node_id, num_blocks=num_blocks, now=now)
+    def num_alike(self, keys: Sequence[int]) -> int:
+        self.heard.append(("num_alike", len(keys)))
+        return super().num_alike(keys)
 
-    def touched(self, node_id: int, *, now: float) -> None:
-        self.heard.append(("touched", now))
-        super().touched(node_id, now=now)
+    def can_extend(self, node_id: int, keys: Sequence[int]) -> bool:
+        self.heard.append(("can_extend", node_id, len(keys)))
+        return super().can_extend(node_id, keys)
+
+    def can_merge(self, upper_id: int, lower_id: int) -> bool:
+        self.heard.append(("can_merge", upper_id, lower_id))
+        return super().can_merge(upper_id, lower_id)
+
+    def published(
+        self,
+        node_id: int,
+        *,
+        start: int,
+        num_blocks: int,
+        keys: Sequence[int],
+        hint: int,
+        tick: int,
+        now: float,
+    ) -> None:
+        self.heard.append(("published", node_id, (start, num_blocks), hint, now))
+        self.keys.extend(keys)
+        self.ticks.append(tick)
+        super().published(
+            node_id,
+            start=start,
+            num_blocks=num_blocks,
+            keys=keys,
+            hint=hint,
+            tick=tick,
+            now=now,
+        )
+
+    def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
+        self.heard.append(("used", node_id, hint, now))
+        self.ticks.append(tick)
+        super().used(node_id, hint=hint, tick=tick, now=now)
+
+    def released(self, node_id: int, *, tick: int, now: float) -> None:
+        self.heard.append(("released", node_id, now))
+        self.ticks.append(tick)
+        super().released(node_id, tick=tick, now=now)
+
+    def split(self, upper_id: int, lower_id: int, *, num_blocks: int) -> None:
+        self.heard.append(("split", upper_id, lower_id, num_blocks))
+        super().split(upper_id, lower_id, num_blocks=num_blocks)
+
+    def merged(self, upper_id: int, lower_id: int) -> None:
+        self.heard.append(("merged", upper_id, lower_id))
+        super().merged(upper_id, lower_id)
 
     def became_evictable(self, node_id: int, *, now: float) -> None:
-        self.heard.append(("became_evictable", now))
+        self.heard.append(("became_evictable", node_id, now))
         super().became_evictable(node_id, now=now)
 
     def became_pinned(self, node_id: int) -> None:
-        self.heard.append(("became_pinned",))
+        self.heard.append(("became_pinned", node_id))
         super().became_pinned(node_id)
 
-    def split(self, upper_id: int, lower_id: int) -> None:
-        self.heard.append(("split",))
-        super().split(upper_id, lower_id)
+    def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
+        self.heard.append(("dropped", node_id, num_left, may_return))
+        super().dropped(node_id, num_left, may_return=may_return)
 
-    def merged(self, upper_id: int, lower_id: int) -> None:
-        self.heard.append(("merged",))
-        super().merged(upper_id, lower_id)
-
-    def removed(self, node_id: int) -> None:
-        self.heard.append(("removed",))
-        super().removed(node_id)
-
-    def take(self) -> list[tuple[object, ...]]:
+    def take(self) -> list[Heard]:
         heard, self.heard = self.heard, []
         return heard
 
 
+def recorded(*, needs_keys: bool = False) -> tuple[PrefixCache, Recorder]:
+    policy = Recorder(needs_keys=needs_keys)
+    cache = build_cache(num_blocks=12, block_size=1, make_policy=lambda: policy)
+    return cache, policy
+
+
 def test_a_policy_hears_of_the_whole_life_of_a_prefix() -> None:
-    policy = Recorder()
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    cache, policy = recorded()
 
     lease = acquire(cache, "abc", now=1.0)
     assert lease is not None
     assert policy.take() == []
     cache.publish(lease, tokens("abc"), 2, 2.0)
     cache.publish(lease, tokens("abc"), 3, 3.0)
-    assert policy.take() == [("published", 2, 2.0), ("published", 3, 3.0)]
+    assert lease.node is not None
+    a = lease.node.id
+    assert policy.take() == [
+        ("published", a, (0, 2), 0, 2.0),
+        ("can_extend", a, 0),
+        ("published", a, (2, 1), 0, 3.0),
+    ]
     cache.release(lease, 4.0)
-    assert policy.take() == [("touched", 4.0), ("became_evictable", 4.0)]
+    assert policy.take() == [("released", a, 4.0), ("became_evictable", a, 4.0)]
     lease = acquire(cache, "abc!", now=5.0)
     assert lease is not None
-    assert policy.take() == [("became_pinned",), ("touched", 5.0)]
+    assert policy.take() == [("became_pinned", a), ("used", a, 0, 5.0)]
     cache.release(lease, 6.0)
     policy.take()
     cache.evict(1, 7.0)
-    assert policy.take() == []
+    assert policy.take() == [("dropped", a, 2, True)]
     cache.evict(2, 7.0)
-    assert policy.take() == [("removed",)]
+    assert [each for each in policy.take() if each[0] == "dropped"] == [
+        ("dropped", a, 0, True)
+    ]
 
 
 def test_a_policy_hears_of_splits_and_of_every_node_on_the_path() -> None:
-    policy = Recorder()
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    cache, policy = recorded()
     serve(cache, "abcd", now=1.0)
     policy.take()
 
     lease = acquire(cache, "abX!", now=2.0)
     assert lease is not None
-    assert policy.take() == [("split",), ("touched", 2.0)]
+    assert lease.node is not None
+    (cd,) = [node.id for node in cache.tree.nodes() if node is not lease.node]
+    ab = lease.node.id
+    assert policy.take() == [("split", ab, cd, 2), ("used", ab, 0, 2.0)]
     cache.publish(lease, tokens("abX"), 3, 3.0)
-    assert policy.take() == [("published", 1, 3.0)]
+    x = lease.node.id
+    assert policy.take() == [("published", x, (2, 1), 0, 3.0)]
     cache.release(lease, 4.0)
-    assert policy.take() == 2 * [("touched", 4.0)] + [("became_evictable", 4.0)]
+    assert policy.take() == [
+        ("released", ab, 4.0),
+        ("released", x, 4.0),
+        ("became_evictable", x, 4.0),
+    ]
 
 
-def test_a_policy_hears_of_a_split_that_is_undone() -> None:
-    policy = Recorder()
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+def test_a_policy_is_asked_before_a_split_is_undone() -> None:
+    cache, policy = recorded()
     serve(cache, "abcd", now=1.0)
-    lease = acquire(cache, "abX!", now=2.0)
-    assert lease is not None
+    (cd,) = [node.id for node in cache.tree.nodes()]
+    short = acquire(cache, "ab!", now=2.0)
+    assert short is not None
+    assert short.node is not None
+    ab = short.node.id
     policy.take()
 
-    cache.release(lease, 3.0)
+    cache.release(short, 3.0)  # of other age than the rest now
+    assert policy.take() == [("released", ab, 3.0), ("can_merge", ab, cd)]
+    whole = acquire(cache, "abcd!", now=4.0)
+    assert whole is not None
+    cache.release(whole, 4.0)
 
-    assert policy.take() == [("touched", 3.0), ("merged",)]
+    assert policy.take()[-3:] == [
+        ("became_evictable", cd, 4.0),
+        ("can_merge", ab, cd),
+        ("merged", ab, cd),
+    ]
+
+
+def test_short_leases_do_not_leave_a_long_one_in_pieces_while_it_lasts() -> None:
+    cache, _ = recorded()
+    long = hold(cache, "abcdefgh")
+    for length in (2, 3, 5, 6):
+        short = acquire(cache, "abcdefgh"[:length] + "!")
+        assert short is not None
+        assert cache.tree.num_nodes == 2
+        cache.release(short, 1.0)
+        assert cache.tree.num_nodes == 1
+
+    assert long.node is not None
+    assert long.node.num_blocks == 8
+
+
+def test_nodes_that_one_lease_uses_or_releases_have_one_tick_and_later_ones_more() -> (
+    None
+):
+    cache, policy = recorded()
+    serve(cache, "ab", now=1.0)
+    assert policy.ticks == [2, 3]  # the first was the acquire, which found nothing
+    serve(cache, "abcd", now=1.0)
+    policy.ticks.clear()
+    serve(cache, "abcd!", now=1.0)
+
+    used, published, released = [5 + 2, 5 + 3, 5 + 4]
+    assert policy.ticks[0] == used
+    assert sorted(policy.ticks) == policy.ticks
+    assert set(policy.ticks) == {used, published, released}
+
+
+def test_the_tail_that_must_not_return_is_told_from_the_one_that_may() -> None:
+    cache, policy = recorded()
+    serve(cache, "ab", now=1.0)
+    policy.take()
+
+    cache.retire(NAMESPACE, 2.0)
+
+    assert [each for each in policy.take() if each[0] == "dropped"] == [
+        ("dropped", 2, 0, False)
+    ]
+
+
+def test_keys_say_which_blocks_are_the_same_ones_again() -> None:
+    cache, policy = recorded(needs_keys=True)
+    serve(cache, "abc", now=1.0)
+    assert ("num_alike", 3) in policy.take()
+    cache.evict(12, 2.0)
+    serve(cache, "abd", now=3.0)
+    first, second = policy.keys[:3], policy.keys[3:]
+    assert first[:2] == second[:2]
+    assert len(set(policy.keys)) == 4
+
+    serve(cache, "abc", domain=BOB, now=4.0)
+    serve(cache, "abc", namespace=OTHER_NAMESPACE, now=5.0)
+    cache.retire(NAMESPACE, 6.0)
+    serve(cache, "abc", now=7.0)
+    assert len(set(policy.keys)) == 4 + 3 * 3
+
+
+def test_a_key_is_the_same_however_the_blocks_before_it_were_published() -> None:
+    cache, policy = recorded(needs_keys=True)
+    lease = acquire(cache, "abcdef")
+    assert lease is not None
+    for num_computed in (1, 2, 4, 5, 6):
+        cache.publish(lease, tokens("abcdef"), num_computed, 1.0)
+    cache.release(lease, 2.0)
+    piecemeal = policy.keys[:]
+    cache.evict(12, 3.0)
+    policy.keys.clear()
+
+    serve(cache, "abcdef", now=4.0)
+
+    assert policy.keys == piecemeal
 
 
 def test_taking_over_a_published_block_is_a_use_of_it() -> None:
-    policy = Recorder()
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    cache, policy = recorded()
     late = acquire(cache, "abX", now=0.0)
     assert late is not None
     serve(cache, "ab", now=1.0)
+    (ab,) = [node.id for node in cache.tree.nodes()]
     policy.take()
 
     cache.publish(late, tokens("abX"), 2, 2.0)
 
-    assert policy.take() == [("became_pinned",), ("touched", 2.0)]
+    assert policy.take() == [("became_pinned", ab), ("used", ab, 0, 2.0)]
 
 
 # Isolation (I3): nobody sees another tenant's blocks
@@ -1365,6 +1517,10 @@ def test_leases_that_cut_an_edge_and_publish_nothing_leave_no_cut_behind() -> No
         cache.release(lease, 1.0)
         check_cache(cache, [each for each in cutters if not each.is_released])
 
+    # What the longest one used is of one age, and the rest of another.
+    assert sorted(node.num_blocks for node in cache.tree.nodes()) == [2, 98]
+    serve(cache, text + "!", now=2.0)
+    cache.evict(1, 2.0)  # the `!`
     assert cache.tree.num_nodes == 1
     assert calls() == before
 
@@ -1386,6 +1542,9 @@ def test_a_cut_stays_as_long_as_a_lease_ends_there(ending: str) -> None:
     assert cache.tree.num_nodes == 2
     check_cache(cache, [last])
     cache.release(last, 3.0)
+    assert cache.tree.num_nodes == 2, "the source was not used as long as the rest"
+    check_cache(cache, [])
+    serve(cache, "abcdefgh", now=4.0)
     assert cache.tree.num_nodes == 1
     check_cache(cache, [])
 

@@ -301,7 +301,8 @@ def test_a_merge_undoes_a_split(num_pins: int) -> None:
         tree.pin(lower)
     upper = tree.split(lower, 2)
 
-    assert tree.merge(upper) is lower
+    assert tree.mergeable(upper) is lower
+    tree.merge(upper, lower)
 
     assert lower.path() == [lower]
     assert below.path() == [lower, below]
@@ -330,8 +331,36 @@ def test_a_cut_that_separates_something_is_not_undone() -> None:
     leaf = plant(tree, "abc", 1)
 
     for node in (branching, public, shared, leased, leaf, tree.root(NAMESPACE)):
-        assert tree.merge(node) is None
+        assert tree.mergeable(node) is None
     check_tree(tree, 1)
+
+
+def test_a_cut_between_two_owners_is_not_undone() -> None:
+    tree = PrefixTree(1)
+    root = tree.root(NAMESPACE)
+    upper = tree.add(root, ALICE, tokens("a"), array("i", [0]), owner="one")
+    tree.add(upper, ALICE, tokens("b"), array("i", [1]), owner="other")
+
+    assert tree.mergeable(upper) is None
+
+
+def test_asking_what_could_be_merged_changes_nothing() -> None:
+    tree = PrefixTree(1)
+    lower = plant(tree, "abcd", 1)
+    upper = tree.split(lower, 2)
+
+    assert tree.mergeable(upper) is tree.mergeable(upper) is lower
+    assert lower.path() == [upper, lower]
+    check_tree(tree, 1)
+
+
+def test_only_parent_and_child_can_be_merged() -> None:
+    tree = PrefixTree(1)
+    lower = plant(tree, "abcd", 1)
+    upper = tree.split(lower, 2)
+    for pair in ((lower, upper), (upper, upper), (tree.root(NAMESPACE), upper)):
+        with pytest.raises(InvariantError, match="not parent and child"):
+            tree.merge(*pair)
 
 
 def test_a_pin_holds_all_ancestors_and_says_which_were_free() -> None:
@@ -601,8 +630,10 @@ class TreeMachine(RuleBasedStateMachine):
         below = [step for step in self.tree.nodes() if step.parent is node]
         is_seam = len(below) == 1 and below[0].domain == node.domain
         is_end_of_a_pin = any(pinned is node for pinned, _ in self.pins)
-        lower = self.tree.merge(node)
+        lower = self.tree.mergeable(node)
         assert lower is (below[0] if is_seam and not is_end_of_a_pin else None)
+        if lower is not None:
+            self.tree.merge(node, lower)
 
     @precondition(lambda self: self.tree.num_nodes)
     @rule(data=st.data(), amount=st.integers(1, 4))

@@ -50,7 +50,8 @@ class WatchedCache(PrefixCache):
             if leaf.domain == node.domain or not has_quotas
         ]
         first = min(others, default=None)
-        for index in reversed(range(node.num_blocks - num_blocks, node.num_blocks)):
+        keep = max(0, node.num_blocks - num_blocks)
+        for index in reversed(range(keep, node.num_blocks)):
             rank = self._rank(node, index, queue, now)
             self.went[rank[0]] += 1
             if self._is_exact and first is not None:

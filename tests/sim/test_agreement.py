@@ -6,6 +6,7 @@ steps took as long as it says.
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 from collections import Counter, deque
@@ -32,7 +33,11 @@ from stemkv.core import (
 )
 from stemkv.core.cost import FittedCost, StepShape
 from stemkv.core.events import PrefixAwaited, TokenSampled
+from stemkv.core.hints import Hints
+from stemkv.core.policies import EvictionConfig
+from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.request import RequestId
+from stemkv.core.retention import Retention
 from stemkv.engine import Engine, InFlight, SamplingParams
 from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.recorder import StepRecorder
@@ -40,13 +45,19 @@ from stemkv.errors import StepLogError
 from stemkv.measure.steplog import (
     Added,
     Cancelled,
+    Committed,
     CoreState,
+    Declared,
+    Kept,
     Planned,
     PlanRecord,
+    SessionEnded,
     StepLog,
     read_step_log,
 )
+from stemkv.sim import agreement
 from stemkv.sim.agreement import Agreement, make_core, predict, repeat
+from tests.engine.lives import EVERY_POLICY, POLICIES, Life, name_of, small_quotas
 from tests.engine.models import random_ids, tiny, tiny_once, tokens
 from tests.engine.recording import Recording, record
 from tests.engine.serving import random_traffic, serve
@@ -210,7 +221,211 @@ def test_prompts_with_embeddings_are_repeated_without_their_content() -> None:
     assert list(agreement.hit_tokens.values()) == [0, 6, 38, 38]
 
 
+@EVERY_POLICY
+@pytest.mark.parametrize("has_quotas", [False, True], ids=["pooled", "quotas"])
+def test_every_policy_evicts_the_same_blocks_again(
+    eviction: EvictionConfig, has_quotas: bool
+) -> None:
+    log = lived(eviction, has_quotas=has_quotas).log
+
+    assert_repeats(log)
+
+    assert (log.header.quotas is not None) == has_quotas
+    assert (log.header.block_seconds is None) == (eviction.objective == "tokens")
+    kinds = Counter(type(call) for call in log.calls)
+    for kind in (SessionEnded, Kept, Declared):
+        assert kinds[kind], f"no {kind}: {kinds}"
+    hints = [spec.hints for spec in log.specs]
+    for field in ("session", "ends_session", "next_use_s", "ephemeral_from"):
+        assert any(getattr(each, field) for each in hints), f"no {field}"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 32])
+def test_a_queue_that_eviction_looks_at_is_repeated(lookahead: int) -> None:
+    loaded = tiny_once("llama-group1", torch.float32)
+    life = Life(loaded, EvictionConfig(), seed=2, config={"lookahead": lookahead})
+    life.live(16)
+
+    assert life.log.header.scheduler.lookahead == lookahead
+    assert_repeats(life.log)
+    if lookahead == 0:
+        other = replace(life.log.header.scheduler, lookahead=32)
+        changed_log = replace(
+            life.log, header=replace(life.log.header, scheduler=other)
+        )
+        assert not repeat(changed_log).is_equal
+
+
+def test_what_the_core_follows_from_a_call_is_not_told_to_it_again() -> None:
+    """A session that a request ends is in the log with the request, and there only."""
+    recording = record()
+    hints = Hints(session="s", ends_session=True)
+    for index in range(3):
+        name = f"r{index}"
+        recording.engine.add(
+            tokens(random_ids(20)), PARAMS, request_id=name, hints=hints
+        )
+        recording.engine.step()
+        if index:
+            recording.engine.cancel(name)
+    recording.engine.drain()
+
+    kinds = {type(call) for call in recording.log.calls}
+
+    assert SessionEnded not in kinds
+    assert Cancelled in kinds
+    assert_repeats(recording.log)
+
+
+@functools.cache
+def lived(eviction: EvictionConfig, *, has_quotas: bool) -> Life:
+    """A life with hints, orders to keep and sessions that end, under a policy."""
+    loaded = tiny_once("llama-group1", torch.float32)
+    quotas = small_quotas(loaded) if has_quotas else None
+    life = Life(loaded, eviction, seed=6, quotas=quotas)
+    life.live(20)
+    return life
+
+
 # Differences are found
+
+
+@EVERY_POLICY
+def test_another_policy_on_the_same_log_is_a_difference(
+    eviction: EvictionConfig,
+) -> None:
+    log = lived(eviction, has_quotas=False).log
+    weighed = EvictionConfig(name="gdsf", objective="seconds")
+    priced = lived(weighed, has_quotas=False).log.header.block_seconds
+    # Blocks of one size and no costs: nothing is left that GDSF adds.
+    alike = {"lfu_da-tokens", "gdsf-tokens"}
+    for other in POLICIES:
+        if other == eviction or {name_of(eviction), name_of(other)} == alike:
+            continue
+        header = replace(
+            log.header,
+            eviction=other,
+            block_seconds=priced if other.objective == "seconds" else None,
+        )
+
+        found = repeat(replace(log, header=header)).first_difference
+
+        assert found is not None, f"{name_of(other)} evicts the same"
+        assert found.what in ("plan", "state")
+
+
+@pytest.mark.parametrize("has_quotas", [False, True], ids=["pooled", "quotas"])
+def test_one_other_victim_is_found_in_the_step_in_which_it_is_taken(
+    has_quotas: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = lived(EvictionConfig(), has_quotas=has_quotas).log
+    other = OtherVictim(monkeypatch)
+    assert_repeats(log)
+    num_choices = other.num_choices
+    assert num_choices > 50
+
+    for wrong in range(0, num_choices, max(1, num_choices // 25)):
+        other.take(wrong)
+
+        found = repeat(log).first_difference
+        assert found is not None, f"choice {wrong} is not seen"
+        # Blocks are freed within a plan, or within the end of a request.
+        seen = next(
+            index
+            for index in range(other.call, len(log.calls))
+            if isinstance(log.calls[index], Planned | Committed)
+        )
+        assert found.call == seen, f"choice {wrong} is seen late"
+
+
+class OtherVictim:
+    """Lets a core take another leaf than it would, once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_choices = 0
+        self.call = 0  # of the log, in which the wrong one was taken
+        self._wrong: int | None = None
+        self._now_at = 0
+        self._wrap_first(patch)
+        self._note_calls(patch)
+
+    def take(self, wrong: int) -> None:
+        """Get choice number `wrong` wrong in the next repetition."""
+        self.num_choices = 0
+        self._wrong = wrong
+
+    def _wrap_first(self, patch: pytest.MonkeyPatch) -> None:
+        first = Retention._first
+
+        def other_first(retention: Retention, stock: Any, *rest: Any) -> int | None:
+            node_id = first(retention, stock, *rest)
+            leaves = [each for each in stock.places if each != node_id]
+            if node_id is None or not leaves:
+                return node_id
+            self.num_choices += 1
+            if self.num_choices - 1 != self._wrong:
+                return node_id
+            self.call = self._now_at
+            return max(leaves)
+
+        patch.setattr(Retention, "_first", other_first)
+
+    def _note_calls(self, patch: pytest.MonkeyPatch) -> None:
+        make = agreement._Repetition.make
+
+        def noting(repetition: Any, index: int, call: Any) -> Any:
+            self._now_at = index
+            return make(repetition, index, call)
+
+        patch.setattr(agreement._Repetition, "make", noting)
+
+
+@pytest.mark.parametrize("has_quotas", [False, True], ids=["pooled", "quotas"])
+def test_another_quota_floor_hint_or_keep_is_a_difference(has_quotas: bool) -> None:
+    log = lived(EvictionConfig(), has_quotas=has_quotas).log
+    calls = {
+        "hints": [
+            replace(call, spec=replace(call.spec, hints=Hints()))
+            if isinstance(call, Added)
+            else call
+            for call in log.calls
+        ],
+        "keeps": [call for call in log.calls if not isinstance(call, Kept)],
+    }
+    headers = {"quotas": replace(log.header, quotas=None if has_quotas else QUOTAS)}
+
+    others = {name: replace(log, calls=tuple(each)) for name, each in calls.items()}
+    others |= {name: replace(log, header=each) for name, each in headers.items()}
+
+    for name, other in others.items():
+        assert not repeat(other).is_equal, f"without {name} it decides the same"
+
+
+QUOTAS = QuotaConfig(
+    quotas={Domain.private("a"): Quota(floor_blocks=16)}, public_blocks=6
+)
+
+
+def test_a_log_of_seconds_without_prices_is_refused() -> None:
+    eviction = EvictionConfig(objective="seconds")
+    log = lived(eviction, has_quotas=False).log
+    priced = log.header.block_seconds
+    assert priced is not None
+
+    with pytest.raises(StepLogError, match="header: objective seconds needs a cost"):
+        make_core(replace(log.header, block_seconds=None))
+    found = repeat(
+        replace(log, header=replace(log.header, block_seconds=priced[:3]))
+    ).first_difference
+    assert found is not None
+    assert "block_seconds: 3 blocks are priced" in str(found)
+
+
+def test_a_header_that_promises_too_much_is_refused(busy_log: StepLog) -> None:
+    quotas = QuotaConfig(public_blocks=busy_log.header.cache.num_blocks)
+
+    with pytest.raises(StepLogError, match="header: floors of 0 blocks"):
+        make_core(replace(busy_log.header, quotas=quotas))
 
 
 @pytest.fixture(scope="module")

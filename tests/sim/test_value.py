@@ -290,9 +290,15 @@ def test_the_break_even_share_is_an_upper_limit(memory_gib: int) -> None:
     assert gain(found.share / 10) < 1, "and a limit that says something"
 
 
+@pytest.mark.parametrize("eviction", ["lru", "reuse_index"])
 @pytest.mark.parametrize("gap, is_kept", [(0.7, True), (1.4, False)])
-def test_an_idle_prefix_lives_for_the_retention_time(gap: float, is_kept: bool) -> None:
-    """A prefix that is asked for twice, with one-off requests before and between."""
+def test_an_idle_prefix_lives_for_the_retention_time(
+    gap: float, is_kept: bool, eviction: str
+) -> None:
+    """A prefix that is asked for twice, with one-off requests before and between.
+
+    A policy that learns knows nothing of it either: so far it was used once.
+    """
     blocks = 4_000
     trace = mix(200, 0.0)
 
@@ -311,7 +317,9 @@ def test_an_idle_prefix_lives_for_the_retention_time(gap: float, is_kept: bool) 
                     )
                 )
         requests.sort(key=lambda request: request.arrival_s)
-        config = ReplayConfig(num_blocks=blocks, sharing=SharingRule(name="shared"))
+        config = ReplayConfig(
+            num_blocks=blocks, sharing=SharingRule(name="shared"), eviction=eviction
+        )
         result = replay(dataclasses.replace(trace, requests=requests), config, costs())
         return value_run(result, reuse="shared"), result.tokens.reused
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from stemkv.measure.flood import FloodResult
 from stemkv.measure.results import GIB
 from stemkv.measure.value import (
     BreakEven,
@@ -61,7 +62,7 @@ def headline(result: ValueResult) -> str:
     return f"{text}; what {size} serve at most stays at {_rate(off)}."
 
 
-def paragraphs(result: ValueResult) -> list[str]:
+def paragraphs(result: ValueResult, flood: FloodResult | None = None) -> list[str]:
     """Return what else is true, one idea each."""
     texts = [_instead(result)]
     if result.mix.num_sharing and result.is_conclusive:
@@ -73,6 +74,7 @@ def paragraphs(result: ValueResult) -> list[str]:
             _stalls(result.memories),
             _churn(result.memories),
             _break_even(result),
+            "" if flood is None else _flood(flood),
         ]
     return [*filter(None, texts), _how(result)]
 
@@ -239,8 +241,9 @@ def _break_even(result: ValueResult) -> str:
     text += ". That is if it is never evicted. The core keeps it in idle memory only"
     if 0 < run.retention_s < math.inf:
         text += (
-            f", where a block lives {seconds(run.retention_s)}: long enough for the next "
-            f"request from a share of {percent(run.retention_share)} on"
+            f", where a block that was used once lives {seconds(run.retention_s)}: long "
+            f"enough for the next request from a share of "
+            f"{percent(run.retention_share)} on"
         )
     return f"{text}. {_verdict(result)}"
 
@@ -255,6 +258,29 @@ def _share_needed(found: BreakEven) -> str:
         f"at {size} from {percent(found.share)} of requests on, at the latest, it saves "
         f"more than its memory carries as active KV "
         f"({percent(found.lost_share)} of the one-off rate)"
+    )
+
+
+def _flood(flood: FloodResult) -> str:
+    """Say what one tenant's one-off requests leave of the others' reuse."""
+    if not flood.is_conclusive:
+        return ""
+    others = count(len(flood.tenants), "tenant")
+    left = flood.flooded_share
+    text = (
+        f"Where one more tenant sends {number(flood.flood_rate)} one-off requests/s "
+        f"beside {number(flood.rate)} of the {others}, within {memory(flood.gib * GIB)}"
+    )
+    if left >= 1:
+        return f"{text}, they reuse no fewer tokens than alone."
+    text += f", they reuse {percent(left)} of the tokens that they reuse alone"
+    needs = f"their working sets, {memory(flood.floors_gib * GIB)} in all"
+    least = flood.least_kept_share
+    if least is None:
+        return f"{text}; floors for {needs}, are more than this memory can promise."
+    return (
+        f"{text}; with floors that cover {needs}, the one that loses most keeps "
+        f"{percent(least)}."
     )
 
 

@@ -247,7 +247,10 @@ def _table(result: SweepResult) -> Section:
         columns += ["saved s per GiB·s", "TTFT p50 s", "TTFT p99 s", "worst tenant p99"]
         if any(cell.goodput_rps is not None for cell in cells):
             columns.append("goodput per s")
-    columns += ["evicted GiB", "regret tokens", "refused"]
+    columns.append("evicted GiB")
+    if "eviction" in words:
+        columns.append("regret tokens")
+    columns.append("refused")
     return Section(
         title="Configurations",
         columns=columns,
@@ -267,4 +270,7 @@ def _row(
         row.append(cell.worst_tenant_ttft_p99_s)
         if "goodput per s" in columns:
             row.append(cell.goodput_rps)
-    return [*row, cell.evicted_gib, cell.regret_tokens, cell.num_refused]
+    row.append(cell.evicted_gib)
+    if "eviction" in words:
+        row.append(cell.regret_tokens)
+    return [*row, cell.num_refused]

@@ -20,10 +20,12 @@ from stemkv.cli.outputs import (
     write_text,
 )
 from stemkv.cli.value_tables import charts, tables
+from stemkv.measure.flood import FloodResult
 from stemkv.measure.results import GIB, to_json
 from stemkv.measure.value import ValueResult
 from stemkv.report.page import Page
 from stemkv.report.value import value_page
+from stemkv.sim.flood import FloodConfig, study_flood
 from stemkv.sim.pricing import parse_memory
 from stemkv.sim.value import ValueConfig, study_value
 
@@ -70,27 +72,46 @@ def run_value(
     )
     with counted("replaying", "replays") as progress:
         result = study_value(config, deployment.costs, progress=progress)
+    with counted("flooding", "replays") as progress:
+        flood = study_flood(
+            _flood_of(config, result), deployment.costs, progress=progress
+        )
     page = deployment.noted(
-        page_of(result), deployment.blocks_of([str(config.memory_bytes)])
+        page_of(result, flood), deployment.blocks_of([str(config.memory_bytes)])
     )
     if json_file is not None:
-        write_text(to_json(result, schema="stemkv.value/1"), json_file)
+        beside = {"flood": flood}
+        write_text(to_json(result, schema="stemkv.value/1", beside=beside), json_file)
     if html_file is not None:
         write_text(page.render(), html_file)
     console = PeoplesConsole(json_file=json_file)
-    _print(console, result, page)
+    _print(console, result, flood, page)
     if html_file is not None:
         console.print(f"wrote {html_file}", markup=False)
     return 0 if result.is_conclusive else _INCONCLUSIVE
 
 
-def page_of(result: ValueResult) -> Page:
-    """Return the page of a study."""
+def page_of(result: ValueResult, flood: FloodResult | None = None) -> Page:
+    """Return the page of a study, and of what a flood leaves of it."""
     return value_page(
         headline=headline(result),
-        paragraphs=paragraphs(result),
-        sections=[*charts(result), *tables(result)],
+        paragraphs=paragraphs(result, flood),
+        sections=[*charts(result), *tables(result, flood)],
         config={"costs": result.cost_source, **result.config},
+    )
+
+
+def _flood_of(config: ValueConfig, result: ValueResult) -> FloodConfig:
+    """Return a flood of the same mix: with it, all that reuse off can serve arrives."""
+    flood = FloodConfig(rate=1.0).flood
+    return FloodConfig(
+        rate=result.capacity.off.requests_per_s / (1 + flood),
+        prefix_tokens=config.prefix_tokens,
+        share=config.share,
+        memory_bytes=config.memory_bytes,
+        num_tenants=config.num_tenants,
+        num_requests=max(1, config.num_requests // 2),
+        seed=config.seed,
     )
 
 
@@ -100,10 +121,12 @@ def _memory(options: ValueOptions, deployment: Deployment) -> int:
     return min(_MEMORY, deployment.memory_bytes or _MEMORY)
 
 
-def _print(console: Console, result: ValueResult, page: Page) -> None:
+def _print(
+    console: Console, result: ValueResult, flood: FloodResult, page: Page
+) -> None:
     console.print(page.headline, markup=False, style="bold")
     for text in page.paragraphs:
         console.print(text, markup=False)
-    for section in tables(result):
+    for section in tables(result, flood):
         print_section(console, section)
     console.print(f"costs: {result.cost_source}", markup=False, style="dim")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from stemkv.measure.flood import FloodResult
 from stemkv.measure.results import GIB, LatencySummary
 from stemkv.measure.value import ValueResult, ValueRun
 from stemkv.report import Chart, Section
@@ -21,8 +22,8 @@ __all__ = ["charts", "tables"]
 _REUSES = ("off", "isolated", "shared")
 
 
-def tables(result: ValueResult) -> list[Section]:
-    """Return all numbers, the prefix first and the break-even last."""
+def tables(result: ValueResult, flood: FloodResult | None = None) -> list[Section]:
+    """Return all numbers, the prefix first and what a flood leaves last."""
     return [
         _prefix(result),
         _instead(result),
@@ -30,6 +31,7 @@ def tables(result: ValueResult) -> list[Section]:
         _copies(result),
         _memories(result),
         _break_even(result),
+        *([] if flood is None or not flood.is_conclusive else [_flood(result, flood)]),
     ]
 
 
@@ -295,8 +297,43 @@ def _break_even(result: ValueResult) -> Section:
             "seconds per GiB-second as its memory carries as active KV. That is taken "
             "from one-off requests, all at once, through all of the memory and without "
             "the prefix's part. An upper limit. Lives from: the share from which the "
-            "core still has it when the next request comes, though it evicts what is "
-            "idle."
+            "core, going by age alone, still has it when the next request comes."
+        ),
+        label=result.time_source.value,
+    )
+
+
+def _flood(result: ValueResult, flood: FloodResult) -> Section:
+    return Section(
+        title=(
+            f"A tenant that floods, {flood.flood_rate:.3g} beside {flood.rate:.3g} "
+            f"requests/s, {memory(flood.gib * GIB)}"
+        ),
+        columns=(
+            "tenant",
+            "alone, tokens",
+            "flooded, tokens",
+            "left %",
+            "floor GiB",
+            "with floors, tokens",
+            "kept %",
+        ),
+        rows=[
+            (
+                each.tenant,
+                each.alone_tokens,
+                each.flooded_tokens,
+                _per_cent(each.flooded_share),
+                each.working_set_gib,
+                each.kept_tokens,
+                _per_cent(each.kept_share),
+            )
+            for each in flood.tenants
+        ],
+        note=(
+            "Prompt tokens reused within each tenant, in the same memory. The flood is "
+            "one-off requests. Floor: the least memory in which the tenant alone, one "
+            "request after another, finds all that it could ever find."
         ),
         label=result.time_source.value,
     )

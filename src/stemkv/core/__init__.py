@@ -8,12 +8,15 @@ from stemkv.core.cache import CacheUsage, Peek, PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import CostModel, FittedCost, RooflineCost
 from stemkv.core.entry import LedgerEntry, MissReason
-from stemkv.core.eviction import EvictionPolicy, Lru
+from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex
+from stemkv.core.hints import Hints
 from stemkv.core.identities import Identities
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
 from stemkv.core.ledger import Ledger
 from stemkv.core.order import AdmissionOrder, Fcfs
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
+from stemkv.core.policies import EvictionConfig
+from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.sharing import Sharing, SharingPolicy
@@ -32,10 +35,12 @@ __all__ = [
     "ComputeIdentity",
     "CostModel",
     "Domain",
+    "EvictionConfig",
     "EvictionPolicy",
     "Fcfs",
     "FinishReason",
     "FittedCost",
+    "Hints",
     "Identities",
     "Lease",
     "Ledger",
@@ -44,9 +49,12 @@ __all__ = [
     "MissReason",
     "Peek",
     "PrefixCache",
+    "Quota",
+    "QuotaConfig",
     "Request",
     "RequestId",
     "RequestSpec",
+    "ReuseIndex",
     "RooflineCost",
     "Sample",
     "Scheduler",

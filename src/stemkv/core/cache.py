@@ -146,8 +146,7 @@ class PrefixCache:
 
         Less than `num_available_blocks` where others' floors are filled.
         """
-        num_unpinned = self.tree.num_unpinned_blocks
-        return self.pool.num_free + self._retention.num_available(domain, num_unpinned)
+        return self._num_room(domain)
 
     def most_blocks(self, domain: Domain) -> int:
         """Return how many blocks a request of the domain can surely hold if it is alone.
@@ -212,13 +211,17 @@ class PrefixCache:
         *,
         num_slots: int,
         num_spare: int = 0,
+        spares_floor: bool = False,
     ) -> int:
         """Return how many more blocks had to be available for `acquire` to succeed."""
         match = self._match(namespace, domain, tokens)
-        num_needed = self.num_blocks_for(num_slots) + num_spare
-        # What matches and is not available: held by others, and shared.
-        num_held = match.num_blocks - self._num_available_on(match, domain)
-        return max(0, num_needed - num_held - self.available_to(domain))
+        num_fresh = self.num_blocks_for(num_slots) - match.num_blocks
+        room = self._num_room(
+            domain,
+            num_used=self._num_available_on(match, domain),
+            spares_floor=spares_floor,
+        )
+        return max(0, num_fresh + num_spare - room)
 
     def num_public_blocks(self, namespace: bytes | None, tokens: bytes) -> int:
         """Return how many leading whole blocks lie inside a declared public prefix."""
@@ -283,6 +286,7 @@ class PrefixCache:
         *,
         num_slots: int,
         num_spare: int = 0,
+        spares_floor: bool = False,
         owner: str | None = None,
         hints: Hints = NO_HINTS,
         now: float,
@@ -292,12 +296,13 @@ class PrefixCache:
         One atomic step: on success the lease's table has slots for `num_slots` tokens
         and at most `len(tokens) - 1` of them are matched; `None` means not now, and
         leaves everything bit-identical. `num_spare` available blocks must be left
-        over. If the match ends inside a block, `lease.copy` says what the driver must
-        copy first (then call `copied`). `owner` is the tenant on whose account the
-        blocks are, by default the name of the domain. The caller releases the lease
-        exactly once.
+        over; `spares_floor`: and what the domain has retained up to its own floor, as
+        others will give their blocks back later. If the match ends inside a block,
+        `lease.copy` says what the driver must copy first (then call `copied`). `owner`
+        is the tenant on whose account the blocks are, by default the name of the
+        domain. The caller releases the lease exactly once.
 
-        Raises `PromptTooLong` when the pool could not hold `num_slots` even if empty.
+        Raises `PromptTooLong` when the domain could not have so many even if alone.
         """
         if num_slots * TOKEN_BYTES < len(tokens):
             raise InvariantError(f"{num_slots} slots for {len(tokens) // 4} tokens")
@@ -312,17 +317,18 @@ class PrefixCache:
             )
         match = self._match(namespace, domain, tokens)
         num_fresh = num_needed - match.num_blocks
-        available = self.available_to(domain) - num_spare
-        available -= self._num_available_on(match, domain)
-        if num_fresh > available:
+        num_used = self._num_available_on(match, domain)
+        room = self._num_room(domain, num_used=num_used, spares_floor=spares_floor)
+        if num_fresh > room - num_spare:
             return None
         partial = match.partial
-        if partial is not None and num_fresh > available - self._num_beyond(
-            match, domain
-        ):
-            # Pinning the copy's source would take away the very blocks this needs;
-            # then those tokens are computed instead.
-            partial = None
+        if partial is not None:
+            num_used += self._num_beyond(match, domain)
+            room = self._num_room(domain, num_used=num_used, spares_floor=spares_floor)
+            if num_fresh > room - num_spare:
+                # Pinning the copy's source would take away the very blocks this needs;
+                # then those tokens are computed instead.
+                partial = None
         if owner is None:
             owner = domain.name
         first_ephemeral = None
@@ -1000,6 +1006,17 @@ class PrefixCache:
         if self._queue is not None:
             ahead = Lookahead(self._queue(now), self.tree, self.config.block_size)
             self._retention.expect(ahead.awaited if len(ahead) else None, now=now)
+
+    def _num_room(
+        self, domain: Domain, *, num_used: int = 0, spares_floor: bool = False
+    ) -> int:
+        """Return how many blocks a domain could get beside those it is about to use."""
+        return self.pool.num_free + self._retention.num_available(
+            domain,
+            self.tree.num_unpinned_blocks,
+            num_used=num_used,
+            spares_floor=spares_floor,
+        )
 
     def _num_available_on(self, match: Match, domain: Domain) -> int:
         """Return how many of the matched blocks are available to a domain as room."""

@@ -128,13 +128,18 @@ class Quotas:
         """Return a copy of all counts."""
         return dict(self._retained)
 
-    def available_to(self, domain: Domain) -> int:
+    def available_to(
+        self, domain: Domain, *, num_used: int = 0, spares_floor: bool = False
+    ) -> int:
         """Return how many retained blocks could make room for a domain.
 
-        All of its own, and of others what is above their floors. Public ones never.
+        All of its own but for `num_used` that it uses now, and of others what is above
+        their floors. Public ones never. `spares_floor`: not what its own floor covers.
         """
-        own = self.retained(domain)
-        return self._lendable + min(own, self.config.of(domain).floor_blocks)
+        own, floor = self.retained(domain), self.config.of(domain).floor_blocks
+        others = self._lendable - max(0, own - floor)
+        own -= num_used
+        return others + (max(0, own - floor) if spares_floor else own)
 
     def most_blocks(self, domain: Domain) -> int:
         """Return how many blocks a request of the domain can hold, whoever has what."""

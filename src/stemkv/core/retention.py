@@ -82,11 +82,23 @@ class Retention:
 
     # Sizes
 
-    def num_available(self, domain: Domain, num_unpinned: int) -> int:
-        """Return how many of `num_unpinned` retained blocks could go for a domain."""
+    def num_available(
+        self,
+        domain: Domain,
+        num_unpinned: int,
+        *,
+        num_used: int = 0,
+        spares_floor: bool = False,
+    ) -> int:
+        """Return how many of `num_unpinned` retained blocks could go for a domain.
+
+        Less `num_used`, which it is about to use; see `Quotas.available_to`.
+        """
         if self.quotas is None:
-            return num_unpinned
-        return self.quotas.available_to(domain)
+            return num_unpinned - num_used
+        return self.quotas.available_to(
+            domain, num_used=num_used, spares_floor=spares_floor
+        )
 
     def counts_as_available(self, node: Node, domain: Domain) -> bool:
         """Whether `num_available` counts an unpinned node that the domain may use."""

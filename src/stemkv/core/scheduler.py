@@ -582,6 +582,7 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
+                spares_floor=self._spares_floor,
                 owner=request.spec.owner,
                 hints=request.spec.hints,
                 now=now,
@@ -686,6 +687,7 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
+                spares_floor=self._spares_floor,
             ),
             num_active=cache.num_active_blocks,
             num_shared=cache.tree.num_pinned_blocks,
@@ -732,6 +734,16 @@ class Scheduler:
             in (PUBLIC, follower.spec.domain)
             and leader.tokens.startswith(tokens)
         )
+
+    @property
+    def _spares_floor(self) -> bool:
+        """Whether admission leaves what the domain has retained up to its floor.
+
+        Else the running requests of others, whose blocks cannot be evicted, would
+        squeeze a domain out of its floor. They end, and then there is room; alone, a
+        request may use everything.
+        """
+        return bool(self._running)
 
     def _num_spare_blocks(self) -> int:
         """Blocks that admission leaves, so that running requests can grow a while."""

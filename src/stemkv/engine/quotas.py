@@ -95,16 +95,17 @@ class MemoryQuotas:
         if Sharing.PRIVATE in sharing.classes.values():
             return  # then members of groups have private requests, too
         for name in self.tenants:
-            domain = sharing.domain(name)
-            if domain != Domain.private(name):
+            if sharing.tenants.get(name) is Sharing.NONE:
                 raise ConfigError(
-                    f"quotas: tenant {name!r:.80} retains nothing of its own: it "
-                    + (
-                        "shares with nobody; leave its quota out"
-                        if domain is None
-                        else f"is in group {domain.name!r:.80}; give that a quota"
-                    )
+                    f"quotas: tenant {name!r:.80} shares with nobody and retains "
+                    f"nothing; leave its quota out"
                 )
+            for group, members in sharing.groups.items():
+                if name in members:
+                    raise ConfigError(
+                        f"quotas: tenant {name!r:.80} is in group {group!r:.80} and "
+                        f"retains nothing of its own; give the group a quota"
+                    )
 
     def in_blocks(self, bytes_per_block: int) -> QuotaConfig:
         """Return the core's quotas; raises `ConfigError` for a floor without a block."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -411,13 +412,16 @@ class SweepResult:
         return self.cells if has_best else ()
 
 
-def to_json(result: object, *, schema: str) -> str:
+def to_json(
+    result: object, *, schema: str, beside: Mapping[str, object] | None = None
+) -> str:
     """Return deterministic JSON text: sorted keys, derived shares included.
 
     NaN and infinities, which JSON has not, become `null`. `schema` names the form,
-    e.g. "stemkv.replay/1"; equal results give equal bytes.
+    e.g. "stemkv.replay/1"; equal results give equal bytes. `beside` are other results
+    that stand in the same document, by key.
     """
-    document = {"schema": schema, **_plain(result)}
+    document = {"schema": schema, **_plain(result), **_plain(dict(beside or {}))}
     return json.dumps(document, sort_keys=True, indent=1, allow_nan=False) + "\n"
 
 

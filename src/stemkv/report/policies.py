@@ -56,8 +56,8 @@ def policy_charts(result: SweepResult) -> list[Chart]:
             "Gap closed between LRU and clairvoyant, in tokens",
             cells,
             lambda cell: cell.token_gap,
-            note="LRU is 0 and a policy that knows the future 100 %, at every size. "
-            "Requests one after another.",
+            note="LRU is 0 and a policy that knows the future 100\N{NO-BREAK SPACE}%, at "
+            f"every size. Requests one after another.{_alike(cells)}",
             label="exact" if result.trace.is_exact else "estimated",
         ),
         _lines(
@@ -65,7 +65,7 @@ def policy_charts(result: SweepResult) -> list[Chart]:
             cells,
             lambda cell: cell.seconds_gap,
             note="The same in saved prefill. Clairvoyant keeps the most tokens and not "
-            "the most seconds, so that more than 100 % is possible.",
+            "the most seconds, so that more than 100\N{NO-BREAK SPACE}% is possible.",
             label="estimated",
         ),
     ]
@@ -83,9 +83,8 @@ def policy_headline(result: SweepResult) -> str | None:
         f"{_range(_seconds(best[1]))} in seconds"
     )
     if len(found) > 1:
-        text += (
-            f"; worst is “{name(worst[0])}” with {_range(_tokens(worst[1]))} in tokens"
-        )
+        least = _range(_tokens(worst[1]))
+        text += f"; “{name(worst[0])}” closes least, {least} in tokens"
     return f"{text}."
 
 
@@ -172,7 +171,7 @@ def _table(result: SweepResult, cells: Sequence[SweepCell], *, where: str) -> Se
     columns = ["policy", "hit rate %", "saved s", "gap closed, tokens %"]
     columns += ["gap closed, seconds %", "regret tokens", "evicted GiB"]
     columns += ["saved s per GiB·s"] if gib_s else []
-    columns += [_MEASURED, "saved s net of it"] if measured else []
+    columns += [_MEASURED, "net saved s"] if measured else []
     rows: list[Sequence[Cell]] = []
     for cell in ordered:
         is_worst = lowest < highest and cell.hit_rate == lowest and cell in online
@@ -193,8 +192,8 @@ def _table(result: SweepResult, cells: Sequence[SweepCell], *, where: str) -> Se
         note += " GiB·s: the memory, from the first arrival to the last."
     if measured:
         note += (
-            " CPU s: measured, in the policy's hooks on this machine in pure Python; "
-            "what it saves net of that is measured as well."
+            " CPU s: measured, in the policy's hooks on this machine in pure Python. Net "
+            "saved: less that."
         )
     label = "counts exact, saved seconds estimated"
     if not trace.is_exact:
@@ -256,6 +255,20 @@ def _lines(
         note=note,
         label=label,
     )
+
+
+def _alike(cells: Sequence[SweepCell]) -> str:
+    """Return which policies have one line, as they did the same, or nothing."""
+    lines: dict[str, list[tuple[float, str, float]]] = {}
+    for cell in cells:
+        lines.setdefault(cell.eviction, []).append(
+            (cell.gib, cell.sharing, cell.hit_rate)
+        )
+    same: dict[tuple[tuple[float, str, float], ...], list[str]] = {}
+    for eviction, line in sorted(lines.items()):
+        same.setdefault(tuple(sorted(line)), []).append(eviction)
+    texts = [" and ".join(each) for each in same.values() if len(each) > 1]
+    return "".join(f" {text} have one line." for text in texts)
 
 
 def _bars(cells: Sequence[SweepCell]) -> Chart:

@@ -66,7 +66,7 @@ class Learner:
         # When counts were halved: the time, and how many idle times had ended.
         self._halvings: list[tuple[float, int]] = []
         self._fit_at = 200.0
-        self._prior = _rates([0.05] * _NUM_BINS)
+        self._prior = _rates([0.1] + [0.05] * (_NUM_BINS - 1))
         self._rates: dict[Kind, list[float]] = {}
 
     def begin(self, kind: Kind, now: float) -> Idle:

@@ -52,7 +52,7 @@ _NUM_ROUNDS = 20
 _ROUND_S = 80.0
 _SOON_S, _LATE_S = 4.0, 40.0  # from one use to the next, in the two worlds
 _NUM_FLOOD_PROMPTS = 12
-_NUM_MORE_PROMPTS = 24  # of the attacker's, so that it evicts some of its own
+_NUM_MORE_PROMPTS = 16  # of the attacker's, so that it evicts some of its own
 _SCENE_FLOOR = 20  # blocks: the attacker's prompts, a request, and a little more
 LEARNING = EvictionConfig(name="reuse_index")
 

@@ -28,7 +28,8 @@ _LAST_BIN = _NUM_BINS - 1
 _MIN_COHORTS = 1024
 _COHORT_S = 0.5  # idle times that begin this close together are counted as one
 _PRIOR_WEIGHT = 100.0  # events that the prior of one bin is worth
-_PRIOR_HAZARD = 0.05  # of every bin: so the rate falls with age, which is LRU
+_PRIOR_HAZARD = 0.05  # of every bin, so that the rate falls with age, which is LRU
+_FIRST_PRIOR_HAZARD = 0.1  # of the first one, which is twice as wide as the second
 _PRIOR_RATIO = 5.0  # events that the prior of one class is worth
 _MAX_SHARE = 0.9
 _FIT_GROWTH = 1.05
@@ -60,7 +61,9 @@ class ReuseTimes:
         self._reused: dict[int, list[float]] = {}  # class → by bin
         self._lasted: dict[int, list[float]] = {}
         self._rates: dict[int, list[float]] = {}
-        self._prior_rates = _rates([_PRIOR_HAZARD] * _NUM_BINS)
+        self._prior_rates = _rates(
+            [_FIRST_PRIOR_HAZARD] + [_PRIOR_HAZARD] * (_NUM_BINS - 1)
+        )
         self._num_events = 0.0
         self._fit_at = _FIT_EVENTS
         self._cohorts: list[Cohort] = []
