@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from stemkv.core.policies import EVICTIONS, EvictionConfig
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.engine.recorder import StepRecorder
+from stemkv.errors import ConfigError
 from stemkv.measure.steplog import StepLog, read_step_log
 from tests.engine.models import VOCABULARY, kv_bytes, tokens
 from tests.engine.serving import Ask, PublishedKv, Served
@@ -164,7 +166,7 @@ class Life:
         if self.has_hints and draw.random() < 0.6:
             hints = Hints(
                 session=session,
-                ends_session=draw.random() < 0.1,
+                ends_session=draw.random() < 0.2,
                 next_use_s=draw.choice((None, 5.0, 100.0, float("inf"))),
                 ephemeral_from=draw.choice((None, None, len(ids))),
             )
@@ -183,10 +185,11 @@ class Life:
         tenant, session = draw.choice([*self._sessions])
         if draw.random() < 0.15:
             self.engine.end_session(session, tenant=tenant)
-        if draw.random() < 0.2:
-            prefix = TokenIds.from_ids(self._sessions[tenant, session][:24])
-            for_s = draw.choice((0.0, 80.0, 80.0))
-            self.engine.keep(prefix, for_s=for_s, tenant=tenant)
+        if draw.random() < 0.4:
+            prefix = TokenIds.from_ids(self._sessions[tenant, session][:20])
+            for_s = draw.choice((0.0, 60.0, 60.0, 60.0))
+            with suppress(ConfigError):  # more than may be kept
+                self.engine.keep(prefix, for_s=for_s, tenant=tenant)
 
     def _note(self, *, checks_kv: bool) -> None:
         ended = self.engine.step()

@@ -357,16 +357,16 @@ class OtherVictim:
     def _wrap_first(self, patch: pytest.MonkeyPatch) -> None:
         first = Retention._first
 
-        def other_first(retention: Retention, stock: Any, *rest: Any) -> int | None:
-            node_id = first(retention, stock, *rest)
-            leaves = [each for each in stock.places if each != node_id]
-            if node_id is None or not leaves:
-                return node_id
+        def other_first(retention: Retention, stock: Any, *rest: Any) -> Any:
+            chosen = first(retention, stock, *rest)
+            others = [] if chosen is None else sorted({*stock.places} - {chosen[0]})
+            if not others:
+                return chosen
             self.num_choices += 1
             if self.num_choices - 1 != self._wrong:
-                return node_id
+                return chosen
             self.call = self._now_at
-            return max(leaves)
+            return others[-1], chosen[1]
 
         patch.setattr(Retention, "_first", other_first)
 

@@ -857,7 +857,7 @@ class PrefixCache:
                 continue
             if is_retired:
                 self._drop_retired(step, now)
-            elif self._retention.refuses(step):
+            elif self._retention.refuses(step, now=now):
                 self._refuse(step, now)
             elif not self._retention.is_evictable(step):  # as its child was refused
                 self._retention.became_evictable(step, now=now)

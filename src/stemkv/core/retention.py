@@ -193,9 +193,12 @@ class Retention:
             self.quotas.change(node.domain, node.num_blocks)
         self._stock(node.domain).policy.released(node.id, tick=tick, now=now)
 
-    def refuses(self, node: Node) -> bool:
+    def refuses(self, node: Node, *, now: float) -> bool:
         """Whether a leaf without leases shall not be retained at all."""
-        return node.id in self._ephemeral and node.id not in self._kept_until
+        if node.id not in self._ephemeral:
+            return False
+        until = self._kept_until.get(node.id)
+        return until is None or until <= now
 
     def is_evictable(self, node: Node) -> bool:
         """Whether it was told that the node became evictable, and nothing since."""

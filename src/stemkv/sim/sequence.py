@@ -15,14 +15,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig
 from stemkv.core.cost import CostModel
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.eviction.lru import Lru
+from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import Domain
 from stemkv.core.lookahead import Waiting
 from stemkv.core.table import Lease
@@ -94,6 +95,7 @@ def replay_sequence(
     cost: CostModel | None = None,
     reuses: Reuses | None = None,
     lookahead: int = 0,
+    hints: Sequence[Hints] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SequenceResult:
     """Replay a trace in a cache of `num_blocks` units; `None` never evicts.
@@ -102,15 +104,24 @@ def replay_sequence(
     is served, also under a `Stopwatch`. `reuses` is what `find_reuses` says of this
     trace and rule, for whoever replays them more than once. So many requests as
     `lookahead` says, behind the one that runs, stand for the waiting queue; the cache
-    spares what they will hit. `progress` is told now and then how many requests of how
-    many are done.
+    spares what they will hit. `hints` has one for each request; those that end their
+    session do so when they are done. `progress` is told now and then how many requests
+    of how many are done.
     """
     if lookahead < 0:
         raise ConfigError(f"lookahead must be at least 0 requests, got {lookahead}")
+    if hints is not None and len(hints) != len(trace.requests):
+        raise ConfigError(f"{len(hints)} hints for {len(trace.requests)} requests")
     if reuses is None:
         reuses = find_reuses(trace, rule)
     sequence = _Sequence(
-        reuses, num_blocks, rule, policy or Lru(), cost, lookahead=lookahead
+        reuses,
+        num_blocks,
+        rule,
+        policy or Lru(),
+        cost,
+        lookahead=lookahead,
+        hints=hints,
     )
     num_requests = len(trace.requests)
     for index, request in enumerate(trace.requests):
@@ -134,6 +145,7 @@ class _Sequence:
         cost: CostModel | None,
         *,
         lookahead: int,
+        hints: Sequence[Hints] | None,
     ) -> None:
         trace = reuses.trace
         if num_blocks is None:
@@ -165,6 +177,7 @@ class _Sequence:
         self._regret_tokens: Counter[str] = Counter()
         self._num_too_long = 0
         self._now = 0.0
+        self._hints = hints
         self._lookahead = lookahead
         self._queue: deque[Waiting] = deque()  # behind the request that runs
         self._num_queued = 0  # requests that are or were in the queue
@@ -185,13 +198,25 @@ class _Sequence:
             peek = self._cache.peek(namespace, domain, (units + _LAST).tobytes())
             units = units[: peek.num_whole_blocks]
         tokens = (units + _LAST).tobytes()
+        hints = NO_HINTS if self._hints is None else self._hints[index]
+        if hints.ephemeral_from is not None:
+            # A unit is a token here.
+            first = hints.ephemeral_from // self._trace.unit_size
+            hints = replace(hints, ephemeral_from=first)
         lease = self._cache.acquire(
-            namespace, domain, tokens, num_slots=len(units) + 1, now=now
+            namespace,
+            domain,
+            tokens,
+            num_slots=len(units) + 1,
+            hints=hints,
+            now=now,
         )
         assert lease is not None, "nobody else holds blocks"
         self._count(index, request, lease)
         self._cache.publish(lease, tokens, len(units), now)
         self._cache.release(lease, now)
+        if hints.ends_session and hints.session is not None:
+            self._cache.end_session(domain, hints.session, now)
         if self._clairvoyant is not None:
             for depth in self._clairvoyant.cuts(len(units)):
                 self._cut(namespace, domain, units[:depth], now)

@@ -53,9 +53,7 @@ def overlapped(
     pauses = "recorded gaps kept"
     if median_pause_s is not None:
         pauses = f"gaps drawn with a median of {median_pause_s:g} s"
-    note = (
-        f"sessions start uniformly within {spread_s:,.0f} s (seed {seed}), {pauses}"
-    )
+    note = f"sessions start uniformly within {spread_s:,.0f} s (seed {seed}), {pauses}"
     return _reordered(trace, times, note, has_drawn_pauses=median_pause_s is not None)
 
 
