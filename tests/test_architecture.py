@@ -86,6 +86,15 @@ CORE_STDLIB = {
     "sys",
     "types",
     "typing",
+    "zlib",  # checksums, equal everywhere
+}
+
+_MACHINERY = {"blocks", "cache", "order", "plan", "request", "scheduler"}
+_EVERYTHING = {
+    *_MACHINERY,
+    *("account", "config", "cost", "entry", "events", "eviction", "hints", "history"),
+    *("identities", "ledger", "lookahead", "policies", "retention", "sharing"),
+    *("table", "tokens", "tree"),
 }
 
 # Part of the core → the parts it must not know, so that each noun stays what it is.
@@ -103,6 +112,14 @@ CORE_IGNORANCE: dict[str, set[str]] = {
     # It is told what happens and decides nothing.
     "ledger": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "eviction": {"*"},  # policies see opaque ids, times and sizes
+    "hints": {"*"},  # what callers say is no business of whoever may share
+    # It counts blocks of domains, and knows neither nodes nor who would go.
+    "quota": {*_EVERYTHING} - {"identity"},
+    # It stands between the cache and its policies: no policy by name, no tokens, no
+    # requests, and no books.
+    "retention": {*_MACHINERY, "ledger", "tokens", "hints", "policies", "history"},
+    "lookahead": {*_MACHINERY, "eviction", "ledger", "quota", "retention", "table"},
+    "policies": {*_MACHINERY, "quota", "retention", "table", "tree", "tokens"},
     "tree": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "table": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
     "request": {"blocks", "cache", "eviction", "order", "scheduler"},
@@ -246,6 +263,43 @@ def test_parts_of_the_core_know_only_what_they_should() -> None:
                 broken.append(f"{at(module, line)} imports {name}")
 
     assert broken == []
+
+
+def test_a_policy_knows_no_other_but_the_one_it_is_a_case_of() -> None:
+    """They share their tools, `leaves`, `ghosts` and `reuse_times`, and the protocol."""
+    tools = {"base", "leaves", "ghosts", "reuse_times"}
+    found = {
+        (module.name.rpartition(".")[2], name.rpartition(".")[2])
+        for module in modules()
+        if module.core_part == "eviction" and module.path.name != "__init__.py"
+        for _, name in imports(module)
+        if name.startswith("stemkv.core.eviction.")
+    }
+
+    assert {pair for pair in found if pair[1] not in tools} == {("lfu_da", "gdsf")}
+    assert {pair for pair in found if pair[0] in tools} <= {("reuse_times", "leaves")}
+
+
+def test_only_retention_asks_a_policy_and_only_the_cache_asks_retention() -> None:
+    hooks = {"victim", "became_evictable", "became_pinned"}
+    callers = {
+        module.core_part
+        for module in modules()
+        if module.layer == "core" and module.core_part != "eviction"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in hooks
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr in ("policy", "_policy")
+    }
+    users = {
+        module.name
+        for module in modules()
+        if "stemkv.core.retention" in {name for _, name in imports(module)}
+    }
+
+    assert callers == {"retention"}
+    assert users == {"stemkv.core.cache", "stemkv.core.check"}
 
 
 def test_only_cache_and_check_hold_pool_and_tree_together() -> None:

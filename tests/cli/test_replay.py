@@ -255,7 +255,12 @@ def test_a_reader_that_goes_away_changes_nothing_else(
         ([*QUICK, "--model", "gpt-9"], "'gpt-9' is not in the catalogue"),
         ([*QUICK, "--device", "abacus"], "'abacus' is not in the catalogue"),
         ([*QUICK, "--kv-dtype", "int3"], "--kv-dtype must be one of"),
-        ([*QUICK, "--eviction", "mru"], "eviction must be one of"),
+        ([*QUICK, "--eviction", "mru"], "--eviction must be one of reuse_index, lru"),
+        ([*QUICK, "--eviction", "all"], "`stemkv sweep --eviction all`"),
+        ([*QUICK, "--eviction", "clairvoyant"], "replay with --no-clock"),
+        ([*QUICK, "--objective", "luck"], "--objective must be one of"),
+        ([*QUICK, "--hints", "luck"], "--hints must be one of"),
+        ([*QUICK, "--lookahead", "-1"], "--lookahead must be at least 0"),
         ([*QUICK, "--order", "none"], "order must be one of"),
         ([*QUICK, "--sharing", "all"], "sharing must be one of"),
         ([*QUICK, "--routing", "away"], "routing must be one of"),
@@ -475,6 +480,51 @@ def test_costs_come_from_a_calibration(tmp_path: Path) -> None:
         deploy(DeploymentOptions(cost=file)).blocks_left(1.0)
 
 
+def test_policies_and_hints_arrive_where_they_belong(tmp_path: Path) -> None:
+    document = replayed(
+        *(*QUICK, "--no-curves", "--eviction", "gdsf", "--objective", "seconds"),
+        *("--hints", "none", "--lookahead", "5"),
+    )
+    default = replayed(*QUICK, "--no-curves")["config"]
+
+    expected = {
+        "eviction": "gdsf",
+        "objective": "seconds",
+        "hints": "none",
+        "lookahead": 5,
+        "quotas": None,
+    }
+    assert expected.items() <= document["config"].items()
+    assert (default["eviction"], default["objective"]) == ("reuse_index", "tokens")
+    assert (default["hints"], default["lookahead"]) == ("trace", 32)
+
+
+def test_hints_of_a_trace_are_in_the_books(tmp_path: Path) -> None:
+    record = {"input_length": 1_024, "output_length": 2, "hash_ids": [1, 2]}
+    trace = writes(
+        tmp_path,
+        {**record, "timestamp": 0, "ephemeral_from": 512},
+        {**record, "timestamp": 9_000},
+    )
+
+    told = replayed(trace, "--no-curves")
+    ignored = replayed(trace, "--no-curves", "--hints", "none")
+
+    assert told["tokens"]["misses"]["not_retained"] == 496  # less the last block
+    assert told["refused_bytes"] == 32 * told["block_bytes"]
+    assert ignored["refused_bytes"] == ignored["tokens"]["misses"]["not_retained"] == 0
+
+
+def test_without_a_clock_a_policy_may_know_the_future() -> None:
+    best, lru = (
+        replayed(*QUICK, "--no-clock", "--no-curves", "--eviction", name)
+        for name in ("clairvoyant", "lru")
+    )
+
+    assert best["config"]["eviction"] == "clairvoyant"
+    assert best["hit_rate"] > lru["hit_rate"]
+
+
 # What is written
 
 
@@ -485,7 +535,9 @@ def test_the_ledger_has_a_row_per_request_and_the_timeline_every_one() -> None:
 
     assert result.exit_code == 0, result.stderr
     assert "wrote ledger.parquet" in result.stderr
-    assert pq.read_table(ledger).num_rows == 30
+    table = pq.read_table(ledger)
+    assert table.num_rows == 30
+    assert table.schema.metadata[b"eviction"] == b"reuse_index"
     events = json.loads(timeline.read_text())["traceEvents"]
     requests = [e for e in events if e["ph"] == "b" and "args" in e]
     assert len(requests) == 30

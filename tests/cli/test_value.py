@@ -18,6 +18,7 @@ import pytest
 
 from stemkv.cli.conclusion import headline, paragraphs
 from stemkv.cli.value import page_of
+from stemkv.measure.flood import FloodedTenant, FloodResult
 from stemkv.measure.results import GIB, LatencySummary, Source
 from stemkv.measure.value import (
     BreakEven,
@@ -53,8 +54,8 @@ def studied(
     return study_value(config, costs)
 
 
-def said(result: ValueResult) -> str:
-    text = "\n".join([headline(result), *paragraphs(result)])
+def said(result: ValueResult, flood: FloodResult | None = None) -> str:
+    text = "\n".join([headline(result), *paragraphs(result, flood)])
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -223,6 +224,53 @@ def test_a_verdict_can_differ_between_sizes() -> None:
     assert "worth keeping at 6 GiB, and worth no memory of its own at 3 GiB" in text
 
 
+def flood(
+    *, alone: int = 1_000, flooded: int = 600, kept: int | None = 990, gib: float = 8.0
+) -> FloodResult:
+    """Return what two tenants kept, of whom one loses more than these numbers say."""
+    loser = FloodedTenant(
+        tenant="loser",
+        working_set_gib=2.0,
+        alone_tokens=alone,
+        flooded_tokens=flooded,
+        kept_tokens=kept,
+    )
+    other = dataclasses.replace(
+        loser, tenant="other", kept_tokens=None if kept is None else alone
+    )
+    return FloodResult(
+        eviction="lru", gib=gib, rate=0.5, flood_rate=2.0, tenants=(loser, other)
+    )
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        ({}, "they reuse 60.0 % of the tokens that they reuse alone; with floors that"),
+        ({}, "their working sets, 4 GiB in all, the one that loses most keeps 99.0 %."),
+        ({"kept": None}, "4 GiB in all, are more than this memory can promise."),
+        ({"flooded": 1_000}, "they reuse no fewer tokens than alone."),
+    ],
+)
+def test_what_a_flood_leaves_follows_from_the_numbers(
+    numbers: dict[str, int | None], words: str
+) -> None:
+    text = said(studied(), flood(**numbers))  # type: ignore[arg-type]
+
+    assert (
+        "sends 2 one-off requests/s beside 0.5 of the 2 tenants, within 8 GiB" in text
+    )
+    assert words in text
+
+
+def test_where_nobody_reuses_alone_a_flood_takes_nothing_and_nothing_is_said() -> None:
+    nothing = flood(alone=0, flooded=0, kept=0)
+
+    assert "one more tenant" not in said(studied(), nothing)
+    assert "floods" not in page_of(studied(), nothing).render()
+    assert "A tenant that floods" in page_of(studied(), flood()).render()
+
+
 # Any numbers whatever
 
 T = TypeVar("T")
@@ -357,6 +405,25 @@ class Numbers:
             ),
         )
 
+    def flood(self) -> FloodResult:
+        kept = self.maybe(True)
+        return FloodResult(
+            eviction="lru",
+            gib=self.number(least=0.3, most=99),
+            rate=self.number(least=0.01, most=9),
+            flood_rate=self.number(least=0.01, most=99),
+            tenants=tuple(
+                FloodedTenant(
+                    tenant=name,
+                    working_set_gib=self.number(most=9),
+                    alone_tokens=self.count(most=9_999),
+                    flooded_tokens=self.count(most=9_999),
+                    kept_tokens=self.count(most=9_999) if kept else None,
+                )
+                for name in "abc"[: self.count(least=1, most=3)]
+            ),
+        )
+
 
 HOLES = re.compile(r"\b(nan|None|no data|inf)\b|  |\.\.|∞|: [;.]|, [;,.]|\(\)")
 
@@ -364,7 +431,8 @@ HOLES = re.compile(r"\b(nan|None|no data|inf)\b|  |\.\.|∞|: [;.]|, [;,.]|\(\)"
 @pytest.mark.parametrize("start", range(0, 2_000, 500))
 def test_whatever_the_numbers_the_sentences_have_no_holes(start: int) -> None:
     for seed in range(start, start + 500):
-        page = page_of(Numbers(seed).result())
+        numbers = Numbers(seed)
+        page = page_of(numbers.result(), numbers.flood())
 
         for text in [page.headline, *page.paragraphs]:
             assert text.endswith("."), (seed, text)
@@ -439,6 +507,7 @@ def test_json_is_alone_on_standard_output_and_the_same_every_time(
     assert document["schema"] == "stemkv.value/1"
     assert document["prefix"]["num_tokens"] == 12_000
     assert [point["rate"] for point in document["loads"]] == [1.0, 4.0]
+    assert document["flood"]["eviction"] == "reuse_index"
     assert "Break-even" in first.stderr
     assert "Break-even" in page.read_text(encoding="utf-8")
 
@@ -518,7 +587,7 @@ def test_the_document_shows_what_the_command_prints() -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         assert plain(block) in printed, f"{block}\nis not in\n{printed}"
     # All of it but the last line, which names the costs.

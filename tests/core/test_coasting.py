@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -35,10 +35,21 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
+from stemkv.core.eviction import ReuseIndex
+from stemkv.core.hints import NO_HINTS, Hints
+from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
 from stemkv.errors import InvariantError, PromptTooLong
 
 BLOCK_SIZE = 4
+HINTS = [
+    NO_HINTS,
+    Hints(session="s"),
+    NO_HINTS,
+    Hints(session="s", ends_session=True),
+    Hints(ephemeral_from=8),
+    Hints(next_use_s=20.0),
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ def script(rng: random.Random, index: int, now: float) -> Script:
         arrival_s=now,
         domain=Domain.private(rng.choice("ab")),
         namespace=rng.choice([b"n", b"n", None]),
+        hints=HINTS[index % len(HINTS)],
     )
     return Script(spec, TokenIds.from_ids(output).buffer, stops)
 
@@ -131,28 +143,39 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
     )
 
 
-def build(coasts: bool, num_blocks: int) -> Run:
-    cache = PrefixCache(
-        CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru
-    )
+def lru_cache(num_blocks: int) -> PrefixCache:
+    config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return PrefixCache(config, Lru)
+
+
+# A cache of so many blocks: the plain one, or one with quotas for instance.
+MakeCache = Callable[[int], PrefixCache]
+
+
+def build(coasts: bool, num_blocks: int, make_cache: MakeCache = lru_cache) -> Run:
     config = SchedulerConfig(token_budget=12, max_num_running=6)
-    return Run(Scheduler(config, cache, Fcfs()), coasts)
+    return Run(Scheduler(config, make_cache(num_blocks), Fcfs()), coasts)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_coasting_changes_no_step_no_event_and_no_state(seed: int) -> None:
+    check_coasting(seed, lru_cache)
+
+
+def check_coasting(seed: int, make_cache: MakeCache) -> None:
     rng = random.Random(seed)
     num_blocks = rng.choice([10, 14, 40])
-    runs = [build(coasts, num_blocks) for coasts in (False, True)]
+    runs = [build(coasts, num_blocks, make_cache) for coasts in (False, True)]
     index = 0
     now = 0.0
     for step in range(400):
         while step < 120 and rng.random() < 0.25:
             each = script(rng, index, now)
             index += 1
-            for run in runs:
-                run.scripts[each.spec.request_id] = each
-                run.scheduler.add(each.spec)
+            with suppress(PromptTooLong):
+                for run in runs:
+                    run.scripts[each.spec.request_id] = each
+                    run.scheduler.add(each.spec)
         cancelled = rng.randrange(index) if index and rng.random() < 0.05 else None
         for run in runs:
             if cancelled is not None:
@@ -439,6 +462,7 @@ class Burst:
                 domain=Domain.private(rng.choice("aab")),
                 namespace=b"n",
                 num_samples=rng.choice([1, 1, 1, 2]),
+                hints=HINTS[index % len(HINTS)],
             )
             self.specs.append((step, spec))
         # What an operator does before some steps.
@@ -448,11 +472,8 @@ class Burst:
         }
         self.stops = {f"r{index}" for index in range(9) if rng.random() < 0.3}
 
-    def run(self, *, skips: bool) -> Tally:
-        cache = PrefixCache(
-            CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK_SIZE), Lru
-        )
-        scheduler = Scheduler(self.config, cache, Fcfs())
+    def run(self, *, skips: bool, make_cache: MakeCache = lru_cache) -> Tally:
+        scheduler = Scheduler(self.config, make_cache(self.num_blocks), Fcfs())
         tally = Tally()
         rng = random.Random(self.rng_seed)
         waiting = deque(self.specs)
@@ -541,6 +562,38 @@ def test_a_skip_passes_no_moment_at_which_somebody_could_have_started(
     for seed in seeds:
         burst = Burst(seed)
         skipping, stepping = burst.run(skips=True), burst.run(skips=False)
+        assert skipping.events == stepping.events, seed
+        assert skipping.work == stepping.work, seed
+
+
+# With quotas, and policies that learn, admission depends on more
+
+
+def quota_cache(num_blocks: int) -> PrefixCache:
+    config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    names = {"a": Quota(floor_blocks=num_blocks // 3), "b": Quota(floor_blocks=2)}
+    quotas = {Domain.private(name): quota for name, quota in names.items()}
+    return PrefixCache(
+        config,
+        lambda: ReuseIndex(num_blocks),
+        quotas=QuotaConfig(quotas=quotas, default=Quota(cap_blocks=1)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_coasting_changes_nothing_beside_quotas_either(seed: int) -> None:
+    check_coasting(seed, quota_cache)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(n, n + 80) for n in range(0, 400, 80)], ids=str
+)
+def test_with_quotas_a_skip_passes_no_moment_either(seeds: range) -> None:
+    for seed in seeds:
+        burst = Burst(seed)
+        skipping, stepping = (
+            burst.run(skips=skips, make_cache=quota_cache) for skips in (True, False)
+        )
         assert skipping.events == stepping.events, seed
         assert skipping.work == stepping.work, seed
 

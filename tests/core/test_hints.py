@@ -27,9 +27,10 @@ from tests.core.builders import ALICE, BOB, NAMESPACE, tokens
 @pytest.mark.parametrize(
     "fields, field, message",
     [
-        ({"session": ""}, "session", "must be a non-empty text, got ''"),
-        ({"session": 7}, "session", "must be a non-empty text, got 7"),
-        ({"session": b"s"}, "session", "must be a non-empty text, got b's'"),
+        ({"session": ""}, "session", "a text of 1 to 256 characters, got ''"),
+        ({"session": 7}, "session", "a text of 1 to 256 characters, got 7"),
+        ({"session": b"s"}, "session", "a text of 1 to 256 characters, got b's'"),
+        ({"session": "s" * 257}, "session", "a text of 1 to 256 characters, got 'ss"),
         ({"ends_session": True}, "ends_session", "needs hints.session"),
         (
             {"session": "s", "ends_session": 1},
@@ -44,7 +45,7 @@ from tests.core.builders import ALICE, BOB, NAMESPACE, tokens
         ({"ephemeral_from": 1.0}, "ephemeral_from", "position of at least 0, got 1.0"),
         ({"ephemeral_from": True}, "ephemeral_from", "position .* got True"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
 def test_a_hint_that_makes_no_sense_fails_its_request(
     fields: dict[str, Any], field: str, message: str
@@ -60,6 +61,23 @@ def test_a_message_about_a_hint_is_never_longer_than_it_need_be() -> None:
         Hints(next_use_s="9" * 10_000)  # type: ignore[arg-type]
 
     assert len(str(error.value)) < 200
+
+
+def test_a_position_behind_any_prompt_makes_nothing_ephemeral() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=9, block_size=2), Lru)
+    lease = cache.acquire(
+        NAMESPACE,
+        ALICE,
+        tokens("abcdef"),
+        num_slots=6,
+        hints=Hints(ephemeral_from=10**30, session="s" * 256),
+        now=0.0,
+    )
+    assert lease is not None
+    assert cache.publish(lease, tokens("abcdef"), 6, 0.0) == 3
+    cache.release(lease, 0.0)
+
+    assert cache.usage().num_cached_blocks == 3
 
 
 def test_whatever_may_be_said_may_be_left_out() -> None:
@@ -92,8 +110,10 @@ def test_who_declares_nothing_has_the_digit_nought() -> None:
         (299.9, 2),
         (300, 3),
         (1e300, 3),
+        (10**400, 3),
         (math.inf, 4),
     ],
+    ids=lambda value: str(value)[:9],
 )
 def test_a_declared_time_falls_into_one_of_five_buckets(
     seconds: float, bucket: int
@@ -146,8 +166,8 @@ SAID = st.builds(
 def test_a_hint_changes_nothing_of_what_is_found_while_memory_lasts(
     acts: list[tuple[Domain, str, Hints]],
 ) -> None:
-    config = CacheConfig(num_blocks=1_000, block_size=2)
-    hinted, plain = (PrefixCache(config, lambda: ReuseIndex(1_000)) for _ in range(2))
+    config = CacheConfig(num_blocks=150, block_size=2)
+    hinted, plain = (PrefixCache(config, lambda: ReuseIndex(150)) for _ in range(2))
     for now, (domain, text, hints) in enumerate(acts):
         found = []
         for cache, said in ((hinted, hints), (plain, NO_HINTS)):

@@ -21,6 +21,7 @@ NAMESPACES = (NAMESPACE, OTHER_NAMESPACE, b"a" * 32)
 DOMAINS = (ALICE, BOB, CREW, PUBLIC)
 STEMS = ("aaaaaa", "aabaaa", "aabbaa", "baaaab")  # a letter is a block
 MAX_BLOCKS = 6
+REFUSED = -1.0  # the twin's time of what was dropped after use: before all others
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Act:
     text: str
     start: int
     stop: int
-    leaves: bool
+    verb: str  # comes, leaves, is refused
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Twin:
         for index in range(act.start, act.stop):
             head = act.text[: (index + 1) * self._block_size]
             key = (act.namespace, act.domain, head)
-            self._gone[key] = now if act.leaves else math.inf
+            times = {"comes": math.inf, "leaves": now, "is refused": REFUSED}
+            self._gone[key] = times[act.verb]
 
     def past(self, asked: Question) -> list[Past]:
         return [self._past_of(asked, index) for index in range(asked.start, asked.stop)]
@@ -81,6 +83,8 @@ class Twin:
 
     def _past_of(self, asked: Question, index: int) -> Past:
         held, own = self._held(asked, index), self.own(asked, index)
+        if own and max(own) == REFUSED:
+            return Past(is_refused=True)
         if own:
             return Past(left_s=max(own))
         if any(namespace == asked.namespace for namespace, _ in held):
@@ -110,7 +114,7 @@ def acts(draw: st.DrawFn, holders: list[tuple[bytes, Domain]], block_size: int) 
     return Act(
         *draw(st.sampled_from(holders)),
         *draw(spans_of(block_size)),
-        leaves=draw(st.booleans()),
+        verb=draw(st.sampled_from(["comes", "leaves", "is refused"])),
     )
 
 
@@ -133,10 +137,10 @@ def questions(draw: st.DrawFn, block_size: int) -> Question:
 
 def note(history: History, act: Act, now: float) -> None:
     what = act.namespace, act.domain, tokens(act.text), act.start, act.stop
-    if act.leaves:
-        history.left(*what, now)
-    else:
+    if act.verb == "comes":
         history.published(*what)
+    else:
+        history.left(*what, now, is_refused=act.verb == "is refused")
 
 
 def spelled_out(runs: list[PastRun]) -> list[Past]:
@@ -186,6 +190,8 @@ def test_bounded_history_forgets_and_never_invents(
             # whatever it still says is true.
             held = twin._held(asked, index)
             assert told.left_s is None or told.left_s in twin.own(asked, index)
+            assert not told.is_refused or REFUSED in twin.own(asked, index)
+            assert not told.is_refused or told == Past(is_refused=True)
             if told.is_other_domain:
                 assert any(namespace == asked.namespace for namespace, _ in held)
             if told.other_namespace is not None:
@@ -254,6 +260,27 @@ def test_a_block_that_came_back_has_not_left() -> None:
     assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [
         PastRun(1, Past(left_s=math.inf)),
         PastRun(1, Past(left_s=2.0)),
+    ]
+
+
+def test_what_was_refused_is_told_until_it_comes_back_or_leaves_otherwise() -> None:
+    history = History(1)
+    history.published(NAMESPACE, ALICE, tokens("abc"), 0, 3)
+    history.left(NAMESPACE, ALICE, tokens("abc"), 1, 3, 2.0, is_refused=True)
+    history.published(NAMESPACE, ALICE, tokens("ab"), 1, 2)
+
+    assert history.past(NAMESPACE, ALICE, tokens("abc"), 0, 3) == [
+        PastRun(2, Past(left_s=math.inf)),
+        PastRun(1, Past(is_refused=True)),
+    ]
+    history.left(NAMESPACE, ALICE, tokens("ab"), 1, 2, 5.0)
+    history.left(NAMESPACE, PUBLIC, tokens("abc"), 2, 3, -7.0)
+    assert history.past(NAMESPACE, ALICE, tokens("abc"), 1, 3) == [
+        PastRun(1, Past(left_s=5.0)),
+        PastRun(1, Past(left_s=-7.0)),
+    ], "of two copies the one that was evicted, whenever that was"
+    assert history.past(NAMESPACE, BOB, tokens("abc"), 1, 2) == [
+        PastRun(1, Past(is_other_domain=True)),
     ]
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from stemkv.core import Domain, Sample, StepResult, TokenIds
 from stemkv.core.account import PrefixAccount
 from stemkv.core.entry import MissReason, Regret
-from stemkv.core.events import RequestForked, RequestPreempted
+from stemkv.core.events import BlocksRefused, RequestForked, RequestPreempted
+from stemkv.core.hints import Hints
 from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
 from stemkv.errors import InvariantError
@@ -25,6 +26,7 @@ from tests.core.scheduling import (
     Model,
     build_spec,
     namespace_of,
+    of_type,
     tokens,
 )
 from tests.sim.depth_cost import DepthCost
@@ -34,6 +36,7 @@ IDENTITY_DIFFERS = MissReason.IDENTITY_DIFFERS
 OTHER_DOMAIN = MissReason.OTHER_DOMAIN
 EVICTED = MissReason.EVICTED
 NOT_YET_COMPUTED = MissReason.NOT_YET_COMPUTED
+NOT_RETAINED = MissReason.NOT_RETAINED
 BELOW_BLOCK = MissReason.BELOW_BLOCK
 UNSHARABLE = MissReason.UNSHARABLE
 
@@ -344,8 +347,11 @@ def test_a_split_of_ones_own_is_undone_and_one_between_owners_is_not() -> None:
     driver = BookedDriver()
     serve_in_crew(driver, "x", SEVENTEEN, "xeno")
     serve_in_crew(driver, "short", SEVENTEEN[:6], "yves")  # cuts after a block
-    assert driver.cache.tree.num_nodes == 1
+    assert driver.cache.tree.num_nodes == 2, "one part was used later"
     assert driver.misses("short") == [(5, 6, BELOW_BLOCK)]
+    serve_in_crew(driver, "again", SEVENTEEN, "yves")
+    assert driver.cache.tree.num_nodes == 1
+    assert driver.entry("again").writers == {"xeno": 16}
     driver.finish()
 
 
@@ -448,11 +454,13 @@ def test_a_cut_that_is_undone_counts_nobody_twice() -> None:
     driver = BookedDriver()
     serve(driver, "first", SEVENTEEN)
     serve(driver, "again", SEVENTEEN)
-    serve(driver, "short", SEVENTEEN[:9])  # cuts the node, and lets it be joined again
+    serve(driver, "short", SEVENTEEN[:9])  # cuts the node
+    assert driver.cache.tree.num_nodes == 2
+    serve(driver, "whole", SEVENTEEN)  # lets it be joined again
 
     assert driver.cache.tree.num_nodes == 1
     (run,) = prefix_list(driver)
-    assert (run.num_hits, run.hit_tokens) == (2, 16 + 8)
+    assert (run.num_hits, run.hit_tokens) == (3, 16 + 8 + 16)
     driver.finish()
 
 
@@ -538,6 +546,93 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
     assert (part.start, part.end) == (before.start, before.end)
     assert part.hit_tokens == before.hit_tokens
     assert part.num_evicted_blocks == num_evicted
+
+
+# Blocks that are used once: not retained, and not evicted either
+
+
+def test_what_was_used_once_was_not_retained_and_is_nobodys_regret() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", SEVENTEEN, hints=Hints(ephemeral_from=9))
+    assert driver.misses("first") == [(0, 16, NEVER_SEEN), (16, 17, BELOW_BLOCK)]
+    serve(driver, "again", SEVENTEEN)
+
+    assert driver.misses("again") == [(8, 16, NOT_RETAINED), (16, 17, BELOW_BLOCK)]
+    assert driver.entry("again").regrets == ()
+    assert driver.entry("first").num_retained_blocks == 4, "published by it"
+    driver.finish()
+
+
+def test_what_is_refused_is_on_the_account_of_who_brought_it() -> None:
+    driver = BookedDriver()
+    serve(driver, "alice", SEVENTEEN, tenant="alice", hints=Hints(ephemeral_from=8))
+    serve(driver, "bob", OTHER, tenant="bob")
+    driver.cache.evict(2, driver._tick())
+
+    accounts = driver.ledger.accounts(driver.now)
+    refused = {name: a.num_refused_blocks for name, a in accounts.items()}
+    evicted = {name: a.num_evicted_blocks for name, a in accounts.items()}
+    assert refused == {"alice": 2, "bob": 0}
+    assert evicted == {"alice": 2, "bob": 0}
+    assert accounts["alice"].num_published_blocks == 4
+    (event,) = of_type(driver.events, BlocksRefused)
+    assert (event.domain, event.num_blocks) == (Domain.private("alice"), 2)
+    driver.finish()
+
+
+def test_seconds_of_what_is_refused_are_those_of_its_leases() -> None:
+    driver = BookedDriver()
+    serve(driver, "first", NINE, hints=Hints(ephemeral_from=0))
+    for _ in range(5):
+        driver._tick()
+
+    account = driver.ledger.accounts(driver.now)["a"]
+    assert account.retained_block_s == 0
+    assert account.active_block_s > 0
+    assert account.num_cached_blocks == 0
+    driver.finish()
+
+
+def test_of_a_public_and_an_own_copy_the_one_that_was_evicted_is_the_reason() -> None:
+    driver = BookedDriver()
+    serve(driver, "own", NINE, hints=Hints(ephemeral_from=0))
+    driver.declare_public(NINE[:4])
+    serve(driver, "public", NINE, tenant="bob")
+    driver.cache.evict(99, driver._tick())
+    serve(driver, "again", NINE)
+
+    assert driver.misses("again") == [
+        (0, 4, EVICTED),
+        (4, 8, NOT_RETAINED),
+        (8, 9, BELOW_BLOCK),
+    ]
+    driver.finish()
+
+
+def test_what_one_domain_did_not_retain_is_another_domains_for_the_rest() -> None:
+    driver = BookedDriver()
+    serve(driver, "alice", NINE, tenant="alice", hints=Hints(ephemeral_from=0))
+    serve(driver, "bob", NINE, tenant="bob")
+
+    assert driver.misses("bob") == [(0, 8, OTHER_DOMAIN), (8, 9, BELOW_BLOCK)]
+    driver.finish()
+
+
+def test_a_preempted_request_that_is_used_once_computes_again_what_was_dropped() -> (
+    None
+):
+    driver = BookedDriver(num_blocks=6, max_num_running=2)
+    driver.add("elder", NINE[:8], max_new_tokens=12)
+    driver.add("younger", OTHER[:8], max_new_tokens=8, hints=Hints(ephemeral_from=0))
+    driver.run()
+    driver.check_books()
+
+    entry = driver.entry("younger")
+    assert entry.num_preemptions == 1
+    assert entry.num_recomputed_tokens >= 8
+    assert entry.num_reused_tokens == 0
+    assert driver.misses("younger") == [(0, 4, NEVER_SEEN), (4, 8, BELOW_BLOCK)]
+    driver.finish()
 
 
 # Stalls

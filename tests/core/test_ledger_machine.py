@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from stemkv.core import Domain, FinishReason
 from stemkv.core.entry import LedgerEntry, MissReason
 from stemkv.core.events import RequestPreempted, RequestRestarted
+from stemkv.core.hints import Hints
 from stemkv.core.identity import PUBLIC
 from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.errors import PromptTooLong
@@ -40,10 +41,23 @@ from tests.core.test_scheduler_machine import (
 CREW = Domain.group("crew")
 
 
-def add_to_crew(driver: BookedDriver, prompt: str, tenant: str, num_new: int) -> None:
+def add_to_crew(
+    driver: BookedDriver,
+    prompt: str,
+    tenant: str,
+    num_new: int,
+    ephemeral_from: int | None = None,
+) -> None:
     request_id = f"c{len(driver.requests)}-{len(driver.plans)}"
     try:
-        driver.add_in(request_id, prompt, CREW, tenant=tenant, max_new_tokens=num_new)
+        driver.add_in(
+            request_id,
+            prompt,
+            CREW,
+            tenant=tenant,
+            max_new_tokens=num_new,
+            hints=Hints(ephemeral_from=ephemeral_from),
+        )
     except PromptTooLong:
         assert request_id not in driver.requests
 
@@ -52,7 +66,6 @@ def check_reasons(driver: BookedDriver, entry: LedgerEntry) -> None:
     """Each reason is one that applies, by what was ever in the tree."""
     size = driver.cache.config.block_size
     prompt = driver.requests[entry.request_id].spec.prompt.buffer
-    ever = driver.keeper.ever
     for start, end, reason in spans(entry.misses):
         if reason in (MissReason.NOT_YET_COMPUTED, MissReason.UNSHARABLE):
             continue
@@ -62,15 +75,40 @@ def check_reasons(driver: BookedDriver, entry: LedgerEntry) -> None:
                 # Its last token is computed in any case.
                 assert reason is MissReason.BELOW_BLOCK
                 continue
-            assert reason is reason_of(entry, block, ever)
+            assert reason in reasons_of(driver, entry, block)
 
 
-def reason_of(
-    entry: LedgerEntry, block: bytes, ever: set[tuple[bytes, Domain, bytes]]
-) -> MissReason:
+def reasons_of(
+    driver: BookedDriver, entry: LedgerEntry, block: bytes
+) -> set[MissReason]:
+    """One, or two where the last of the request's own copies may have been refused."""
+    ever = driver.keeper.ever
     holders = {(name, domain) for name, domain, each in ever if each == block}
-    if {(entry.namespace, entry.domain), (entry.namespace, PUBLIC)} & holders:
-        return MissReason.EVICTED
+    own = {(entry.namespace, entry.domain), (entry.namespace, PUBLIC)} & holders
+    if own and {domain for _, domain in own} <= refusing(driver, block):
+        return {MissReason.EVICTED, MissReason.NOT_RETAINED}
+    if own:
+        return {MissReason.EVICTED}
+    reason = reason_of_others(entry, holders)
+    return {reason}
+
+
+def refusing(driver: BookedDriver, block: bytes) -> set[Domain]:
+    """In which domains anybody ever said of the block that it is used once."""
+    num_tokens = len(block) // TOKEN_BYTES
+    size = driver.cache.config.block_size
+    return {
+        request.spec.domain
+        for request in driver.requests.values()
+        if request.spec.hints.ephemeral_from is not None
+        and request.spec.hints.ephemeral_from // size * size < num_tokens
+        and request.tokens.startswith(block)
+    }
+
+
+def reason_of_others(
+    entry: LedgerEntry, holders: set[tuple[bytes, Domain]]
+) -> MissReason:
     if any(name == entry.namespace for name, _ in holders):
         return MissReason.OTHER_DOMAIN
     return MissReason.IDENTITY_DIFFERS if holders else MissReason.NEVER_SEEN
@@ -103,9 +141,16 @@ class LedgerMachine(SchedulerMachine):
         prompt=prompts(),
         tenant=st.sampled_from(TENANTS),
         max_new_tokens=st.integers(1, 12),
+        ephemeral_from=st.sampled_from([None, None, 0, 3]),
     )
-    def add_to_crew(self, prompt: str, tenant: str, max_new_tokens: int) -> None:
-        add_to_crew(self.driver, prompt, tenant, max_new_tokens)
+    def add_to_crew(
+        self,
+        prompt: str,
+        tenant: str,
+        max_new_tokens: int,
+        ephemeral_from: int | None,
+    ) -> None:
+        add_to_crew(self.driver, prompt, tenant, max_new_tokens, ephemeral_from)
 
     @precondition(lambda self: not self.is_pending and self.driver.scheduler.has_work)
     @rule(data=st.data())
@@ -152,7 +197,13 @@ def live(driver: BookedDriver, rng: random.Random, num_acts: int) -> None:
             prompt = rng.choice(STEMS)[: rng.randint(1, MAX_STEM)]
             prompt += "".join(rng.choices("abc", k=rng.choice([0, 0, 1, 3])))
             if rng.random() < 0.3:
-                add_to_crew(driver, prompt, rng.choice(TENANTS), rng.randint(1, 9))
+                add_to_crew(
+                    driver,
+                    prompt,
+                    rng.choice(TENANTS),
+                    rng.randint(1, 9),
+                    rng.choice([None, None, 0, 3]),
+                )
             else:
                 add(
                     driver,

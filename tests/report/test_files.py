@@ -12,7 +12,7 @@ import pytest
 
 from stemkv.core.entry import MissReason
 from stemkv.errors import InvariantError
-from stemkv.report.parquet import SCHEMA_NAME, write_requests
+from stemkv.report.parquet import SCHEMA_NAME, facts_of, write_requests
 from stemkv.report.perfetto import trace_events
 from tests.report.examples import make_result
 
@@ -77,6 +77,21 @@ def test_equal_rows_give_equal_bytes(tmp_path: Path) -> None:
         write_requests(make_result().requests, tmp_path / name)
 
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_what_is_of_the_whole_run_is_in_the_metadata(tmp_path: Path) -> None:
+    result = make_result(num_requests=50)
+    path = tmp_path / "requests.parquet"
+    write_requests(result.requests, path, facts=facts_of(result))
+    told = pq.read_table(path).schema.metadata
+
+    assert told[b"schema"] == SCHEMA_NAME.encode()
+    assert told[b"eviction"] == b"reuse_index"
+    assert float(told[b"saved_s"]) == result.saved.seconds
+    assert int(told[b"evicted_bytes"]) == result.evicted_bytes > 0
+    assert int(told[b"refused_bytes"]) == result.refused_bytes > 0
+    assert int(told[b"regret_tokens"]) == result.regret_tokens > 0
+    assert float(told[b"seconds_per_gib_s"]) == result.saved.seconds_per_gib_s
 
 
 def test_a_reason_that_has_no_column_is_not_dropped(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from stemkv.measure.latency import summarize
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
-from stemkv.sim.hinting import HintRule
+from stemkv.sim.hinting import HINTS, HintRule
 from stemkv.sim.policies import OBJECTIVES, ONLINE_EVICTIONS
 from stemkv.sim.quotas import MemoryQuota, TenantQuotas
 from stemkv.sim.replay import _Loop, replay
@@ -106,7 +106,7 @@ class NaiveDriver:
         self._trace = trace
         self._placed = placed
         self._arrivals = Arrivals(trace, config.sharing, config.load)
-        self._hints = config.hints.of(trace)
+        self._hints = config.hints.of(trace, config.sharing)
         self.replicas = [self._replica(config) for _ in range(config.num_replicas)]
         self._coming = self._arrivals.first()
 
@@ -276,7 +276,7 @@ def settings_of(seed: int) -> ReplayConfig:
         slo_tpot_s=0.03,
         eviction=policies.choice(ONLINE_EVICTIONS),
         objective=policies.choice(OBJECTIVES),
-        hints=HintRule(name=policies.choice(["trace", "trace", "none"])),
+        hints=HintRule(name=policies.choice([*HINTS, "trace", "trace"])),
         lookahead=policies.choice([None, 0, 1, 3]),
     )
     if config.sharing.name != "isolated":

@@ -107,7 +107,7 @@ def generate(
         float | None, typer.Option(help="Of the adapter [default: 1.0].")
     ] = None,
     settings: Annotated[
-        Path | None, typer.Option(help="TOML file: who shares, what is public.")
+        Path | None, typer.Option(help="TOML file: who shares, what is kept.")
     ] = None,
     tenant: Annotated[str, typer.Option(help="Who asks.")] = "default",
     request_class: Annotated[
@@ -123,7 +123,7 @@ def generate(
 
     Example: stemkv generate --prompt 'Once upon a time' --n 3 --temperature 0.8
     """
-    with errors_explained():
+    with errors_explained("cli,engine,sim"):
         from stemkv.cli.generate import GenerateOptions, run_generate
         from stemkv.cli.loading import load_with_progress
         from stemkv.cli.outputs import check_outputs

@@ -50,7 +50,9 @@ def run_generate(
     json_file: Path | None,
 ) -> None:
     """Continue all prompts in one batch; raises what the engine raises."""
-    engine = Engine(loaded, replace(config, sharing=settings.sharing))
+    memory = settings.memory
+    config = replace(config, sharing=settings.sharing, **memory.as_engine_fields())
+    engine = Engine(loaded, config, costs=memory.costs)
     for prefix in settings.public:
         tokens = _public_tokens(engine, prefix)
         num_blocks = engine.declare_public(tokens)

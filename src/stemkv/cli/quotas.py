@@ -16,6 +16,7 @@ What quotas mean is `sim.quotas`' and the core's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,11 +28,17 @@ from stemkv.cli.documents import (
     read_text,
     type_name,
 )
+from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError
+from stemkv.sim.config import ReplayConfig
 from stemkv.sim.pricing import parse_memory
 from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.replay import check_quotas
+from stemkv.sim.trace import Trace
 
-__all__ = ["read_quotas"]
+__all__ = ["check_in", "read_quotas"]
+
+_MAX_NAMES = 8  # that a note lists
 
 _KEYS: Final = ("tenants", "default", "public")
 _OF_TENANT: Final = ("floor", "cap", "weight")
@@ -53,6 +60,28 @@ def read_quotas(path: Path) -> TenantQuotas:
             tenants=quotas,
             default=_quota(document.get("default", {}), "default"),
             public_bytes=_bytes(document.get("public", 0), "public"),
+        )
+
+
+def check_in(
+    path: Path, trace: Trace, configs: Sequence[ReplayConfig], costs: CostModel
+) -> None:
+    """Check a file's quotas, which configurations have, against a trace and memory.
+
+    Raises `ConfigError` naming the file. Tenants who send nothing are noted with the
+    trace: their names may be misspelt, and their floors are kept all the same.
+    """
+    with found_in(f"{path}: "):
+        for config in configs:
+            check_quotas(trace, config, costs)
+    quotas = next((each.quotas for each in configs if each.quotas is not None), None)
+    absent = [] if quotas is None else quotas.absent(trace)
+    if absent:
+        named = ", ".join(absent[:_MAX_NAMES])
+        more = len(absent) - _MAX_NAMES
+        trace.notes.append(
+            f"{path} has quotas of {named}{f' and {more:,} more' if more > 0 else ''}, "
+            f"who send nothing here; floors are kept for them all the same"
         )
 
 

@@ -14,7 +14,6 @@ from typing import Final
 from rich.console import Console
 
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
-from stemkv.cli.documents import found_in
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -24,7 +23,7 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
-from stemkv.cli.quotas import read_quotas
+from stemkv.cli.quotas import check_in, read_quotas
 from stemkv.cli.sequence import SequenceReport, print_sequence, sequence_page
 from stemkv.cli.summary import print_findings, print_replay
 from stemkv.cli.thresholds import (
@@ -44,7 +43,7 @@ from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import Study, study, with_study
 from stemkv.sim.outcome import trace_facts
 from stemkv.sim.policies import check_online
-from stemkv.sim.replay import check_quotas, replay
+from stemkv.sim.replay import replay
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
@@ -157,8 +156,7 @@ def _run_timed(
     thresholds: Sequence[Threshold],
 ) -> int:
     if options.quotas is not None:
-        with found_in(f"{options.quotas}: "):
-            check_quotas(trace, config, deployment.costs)
+        check_in(options.quotas, trace, [config], deployment.costs)
     with counted("replaying", "requests") as progress:
         result = replay(trace, config, deployment.costs, progress=progress)
     if options.has_curves:

@@ -1,4 +1,4 @@
-"""The operator's settings file: who shares with whom, and what is public.
+"""The operator's settings file: who shares with whom, what is public, what is kept.
 
 Owns the TOML (see `docs/sharing.md`) and every sentence about what is wrong with it.
 Knows nothing of tokenizers: whoever serves turns public texts into tokens.
@@ -22,6 +22,7 @@ from stemkv.cli.documents import (
     reason_of,
     type_name,
 )
+from stemkv.cli.memory import MemorySettings, read_memory
 from stemkv.core.sharing import Sharing, SharingPolicy
 from stemkv.core.tokens import TokenIds
 from stemkv.errors import ConfigError, TokenOutOfRange
@@ -65,6 +66,7 @@ class Settings:
 
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
     public: tuple[PublicPrefix, ...] = ()
+    memory: MemorySettings = field(default_factory=MemorySettings)
 
     def __post_init__(self) -> None:
         first: dict[str, int] = {}
@@ -85,7 +87,7 @@ def read_settings(path: Path) -> Settings:
     """
     with found_in(f"{path}: "):
         document = _parse(read_text(path))
-        check_keys(document, "", ("sharing", "public"))
+        check_keys(document, "", ("sharing", "public", "eviction", "quotas"))
         sharing = _sharing(_table(document, "sharing", "sharing"))
         entries = document.get("public", [])
         if isinstance(entries, dict):
@@ -94,7 +96,10 @@ def read_settings(path: Path) -> Settings:
             _public_prefix(checked(entry, dict, f"public[{i}]"), f"public[{i}]", path)
             for i, entry in enumerate(checked(entries, list, "public"))
         ]
-        return Settings(sharing=sharing, public=tuple(public))
+        memory = read_memory(document, path.parent)
+        if memory.quotas is not None:
+            memory.quotas.check(sharing)
+        return Settings(sharing=sharing, public=tuple(public), memory=memory)
 
 
 def _sharing(table: dict[str, object]) -> SharingPolicy:

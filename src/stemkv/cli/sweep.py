@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
-from stemkv.cli.documents import found_in
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -23,7 +22,7 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
-from stemkv.cli.quotas import read_quotas
+from stemkv.cli.quotas import check_in, read_quotas
 from stemkv.cli.replay import Outputs
 from stemkv.cli.summary import print_notes, print_sentences
 from stemkv.cli.traces import TraceOptions, load_trace
@@ -38,7 +37,6 @@ from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import lru_curves, units_in
 from stemkv.sim.outcome import trace_facts
 from stemkv.sim.policies import EVICTIONS, ONLINE_EVICTIONS, check_online
-from stemkv.sim.replay import check_quotas
 from stemkv.sim.sweep import Grid, UntimedPlay, sweep, timed_cell
 from stemkv.sim.trace import Trace
 
@@ -122,9 +120,7 @@ def run_sweep(options: SweepOptions) -> int:
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)
     if options.quotas is not None:
-        with found_in(f"{options.quotas}: "):
-            for config in configs:
-                check_quotas(trace, config, deployment.costs)
+        check_in(options.quotas, trace, configs, deployment.costs)
     result = SweepResult(
         trace=trace_facts(trace),
         config=_settings(base, has_clock=options.has_clock),

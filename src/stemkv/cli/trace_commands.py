@@ -45,6 +45,7 @@ from stemkv.cli.trace_options import (
     TraceArgument,
     WeightDtypeOption,
     WorkloadOption,
+    WrongHintsOption,
 )
 
 __all__ = ["export", "replay", "sweep"]
@@ -113,6 +114,7 @@ def replay(
     objective: ObjectiveOption = "tokens",
     quotas: QuotasOption = None,
     hints: HintsOption = "trace",
+    wrong_hints: WrongHintsOption = 0.0,
     lookahead: LookaheadOption = None,
     order: Annotated[str, typer.Option(help="Who is admitted: fcfs.")] = "fcfs",
     sharing: Annotated[
@@ -225,7 +227,7 @@ def replay(
                 objective=objective,
                 order=order,
                 sharing=SharingRule(name=sharing),
-                hints=HintRule(name=hints),
+                hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
                 load=LoadConfig(
                     loop=loop,
@@ -309,6 +311,7 @@ def sweep(
     objective: ObjectiveOption = "tokens",
     quotas: QuotasOption = None,
     hints: HintsOption = "trace",
+    wrong_hints: WrongHintsOption = 0.0,
     lookahead: LookaheadOption = None,
     order: Annotated[str, typer.Option(help="List of: fcfs.")] = "fcfs",
     sharing: Annotated[
@@ -397,7 +400,7 @@ def sweep(
                 num_replicas=replicas,
                 routing=routing,
                 objective=objective,
-                hints=HintRule(name=hints),
+                hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
                 load=LoadConfig(
                     loop=loop,

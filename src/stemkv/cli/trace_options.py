@@ -43,6 +43,7 @@ __all__ = [
     "TraceArgument",
     "WeightDtypeOption",
     "WorkloadOption",
+    "WrongHintsOption",
 ]
 
 TraceArgument = Annotated[
@@ -120,8 +121,13 @@ QuotasOption = Annotated[
 HintsOption = Annotated[
     str,
     typer.Option(
-        help="What requests say of the future: trace (what it tells) or none."
+        help="What requests say of the future: trace (its own fields) or none; from "
+        "hindsight, to see what it would be worth: session_end or next_use."
     ),
+]
+WrongHintsOption = Annotated[
+    float,
+    typer.Option(help="Share of next_use hints that are drawn at random, as 0.2."),
 ]
 LookaheadOption = Annotated[
     int | None,

@@ -19,6 +19,7 @@ __all__ = ["NO_HINTS", "HintDigits", "Hints"]
 _NEXT_USE_EDGES = (15.0, 60.0, 300.0)  # seconds
 _NUM_BUCKETS = len(_NEXT_USE_EDGES) + 2  # the last one: never
 _MAX_GROUPS = 8
+_MAX_SESSION = 256  # characters; names are compared at every use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,12 @@ class Hints:
 
     def __post_init__(self) -> None:
         if self.session is not None and (
-            not isinstance(self.session, str) or not self.session
+            not isinstance(self.session, str)
+            or not 0 < len(self.session) <= _MAX_SESSION
         ):
             raise RequestError(
-                f"hints.session must be a non-empty text, got {self.session!r:.80}",
+                f"hints.session must be a text of 1 to {_MAX_SESSION} characters, "
+                f"got {self.session!r:.80}",
                 field="hints.session",
             )
         if not isinstance(self.ends_session, bool):
@@ -57,8 +60,7 @@ class Hints:
         if seconds is not None and (
             not isinstance(seconds, int | float)
             or isinstance(seconds, bool)
-            or math.isnan(seconds)
-            or seconds < 0
+            or not seconds >= 0  # nor a number that is none
         ):
             raise RequestError(
                 f"hints.next_use_s must be seconds of at least 0, or inf for never, "

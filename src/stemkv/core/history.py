@@ -7,11 +7,11 @@ of blocks, leases or policies.
 One tree for all namespaces and domains, so that a miss can be traced to another domain
 (what isolation costs) or to another identity (what a rollout or an adapter costs).
 A holder is a namespace with a domain in it; for each holder a node notes per block
-since when it is gone: `_NEVER`, `_REFUSED`, `_RESIDENT`, or the time it left. Of all others it notes
-only that some domain of a namespace had the block, so that a look costs the same
-whoever else has the text. And it keeps the
-accounts of what left: its runs are cut where prompts part, not where an eviction
-happened to stop, so they are what people call a prefix.
+since when it is gone: `_NEVER`, `_REFUSED`, `_RESIDENT`, or the time it left. Of all
+others it notes only that some domain of a namespace had the block, so that a look costs
+the same whoever else has the text. And it keeps the accounts of what left: its runs are
+cut where prompts part, not where an eviction happened to stop, so they are what people
+call a prefix.
 """
 
 from __future__ import annotations

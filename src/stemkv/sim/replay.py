@@ -74,7 +74,7 @@ class _Loop:
         self._config = config
         self._costs = costs
         self._arrivals = Arrivals(trace, config.sharing, config.load)
-        self._hints = config.hints.of(trace)
+        self._hints = config.hints.of(trace, config.sharing)
         self._public = public_tokens(trace, config.sharing)
         self._facts = {
             namespace: identity_facts(request.identity)

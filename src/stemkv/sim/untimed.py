@@ -75,6 +75,7 @@ class Untimed:
             cost=costs,
             reuses=reuses,
             lookahead=config.lookahead or 0,
+            hints=config.hints.of(trace, config.sharing, reuses=reuses),
             progress=progress,
         )
         # What the clairvoyant policy looks up, nobody could.

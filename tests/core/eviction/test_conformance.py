@@ -286,7 +286,8 @@ def test_what_has_gone_leaves_no_more_behind_than_is_said(
             sizes.append(size_of(script.policy))
 
     half = len(sizes) // 2
-    assert max(sizes[half:]) <= max(sizes[:half])
+    # What is kept for a time comes and goes; what is kept for ever would double.
+    assert max(sizes[half:]) <= 1.25 * max(sizes[:half])
 
 
 @each_case

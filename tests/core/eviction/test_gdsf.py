@@ -83,6 +83,17 @@ def test_what_goes_unnamed_does_not_age_the_cache(may_return: bool) -> None:
     assert policy._age == 0
 
 
+def test_being_named_once_ages_the_cache_once() -> None:
+    policy = Gdsf(8, worth=lambda depth: 10.0 - depth)
+    script = Script(policy)
+    script.serve("long", num_blocks=3)
+    script.evict()
+    assert policy._age == 7
+    script.drop("long")  # though nobody asked again
+
+    assert policy._age == 7
+
+
 def test_uses_before_an_eviction_count_when_the_block_comes_back() -> None:
     script = Script(LfuDa(8))
     script.serve("a", "a", "b")

@@ -7,7 +7,7 @@ must answer the same, question by question and victim by victim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stemkv.core.eviction import EvictionPolicy
 
@@ -22,7 +22,7 @@ class Watched:
     ) -> None:
         self.policy = policy
         # Behind a function, so that a `picture` of the cache leaves the twin out.
-        self._twin = lambda: twin
+        self._twin: Callable[[], EvictionPolicy | None] = lambda: twin
         self.num_blocks: dict[int, int] = {}  # by node id
         self.evictable: set[int] = set()
         self.victims: list[int] = []  # every one that was named and then dropped
