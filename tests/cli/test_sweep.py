@@ -133,7 +133,7 @@ def test_a_comparison_has_a_table_for_each_size_and_a_picture(tmp_path: Path) ->
     assert text.startswith("Of 4 eviction policies “")
     for size in ("2 GiB", "4 GiB"):
         assert f"Eviction policies with {size}" in text
-    for word in ("gap", "regret", "evicted", "CPU s", "net saved", "CPU time measured"):
+    for word in ("gap", "regret", "evicted", "CPU s", "net", "CPU time measured"):
         assert word in text
     assert text.count("worst") >= 2
     assert "Configurations" not in text
@@ -154,6 +154,27 @@ def test_with_the_clock_asked_for_both_are_done() -> None:
     text = " ".join(result.stdout.split())
     for words in ("Of 4 eviction policies", "Of 10 configurations", "Configurations"):
         assert words in text
+
+
+def test_hints_from_hindsight_are_told_from_what_lru_does_without() -> None:
+    plain = swept(*ALL)["cells"]
+    document = swept(*ALL, "--hints", "next_use", "--wrong-hints", "0.2", "--seed", "3")
+
+    assert document["config"]["hints"] == (
+        "next_use, from hindsight, 0.2 of them at random, seed 3"
+    )
+    blind = [cell for cell in document["cells"] if not cell["is_hinted"]]
+    assert [cell["eviction"] for cell in blind] == ["clairvoyant", "clairvoyant"] + [
+        "lru",
+        "lru",
+    ]
+    for cell in blind:
+        assert cell["token_gap"] == float(cell["eviction"] == "clairvoyant")
+    assert {cell["eviction"]: cell["is_hinted"] for cell in plain}["lru"] is False
+
+    text = " ".join(stemkv("sweep", *ALL, "--hints", "session_end").stdout.split())
+    assert "what such hints are worth at best" in text
+    assert "without" in text
 
 
 def test_an_objective_and_a_queue_are_passed_on() -> None:
@@ -239,6 +260,14 @@ def test_a_sweep_that_served_nobody_is_inconclusive(tmp_path: Path) -> None:
         ([*WORKLOAD, "--quotas", "q.json"], "q.json: the file does not exist"),
         ([*WORKLOAD, "--objective", "joules"], "--objective must be one of"),
         ([*WORKLOAD, "--hints", "luck"], "--hints must be one of"),
+        (
+            [*WORKLOAD, "--wrong-hints", "0.2"],
+            "--wrong-hints is of the answers of hints next_use",
+        ),
+        (
+            [*WORKLOAD, "--hints", "next_use", "--wrong-hints", "2"],
+            "--wrong-hints must be from 0 to 1",
+        ),
         ([*WORKLOAD, "--lookahead", "-1"], "--lookahead must be at least 0"),
         ([*WORKLOAD, "--html", "no/such/folder/a.html"], "folder does not exist"),
     ],

@@ -27,10 +27,10 @@ from tests.core.builders import ALICE, BOB, NAMESPACE, tokens
 @pytest.mark.parametrize(
     "fields, field, message",
     [
-        ({"session": ""}, "session", "a text of 1 to 256 characters, got ''"),
-        ({"session": 7}, "session", "a text of 1 to 256 characters, got 7"),
-        ({"session": b"s"}, "session", "a text of 1 to 256 characters, got b's'"),
-        ({"session": "s" * 257}, "session", "a text of 1 to 256 characters, got 'ss"),
+        ({"session": ""}, "session", "text of at most 256 characters, got ''"),
+        ({"session": 7}, "session", "text of at most 256 characters, got 7"),
+        ({"session": b"s"}, "session", "text of at most 256 characters, got b's'"),
+        ({"session": "s" * 257}, "session", "text of at most 256 characters, got 'ss"),
         ({"ends_session": True}, "ends_session", "needs hints.session"),
         (
             {"session": "s", "ends_session": 1},

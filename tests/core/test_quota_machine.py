@@ -36,6 +36,7 @@ from stemkv.core.policies import EVICTIONS, EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.table import Lease
 from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
+from stemkv.core.tree import PrefixTree
 from stemkv.errors import ConfigError, PromptTooLong
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE
 from tests.core.picture import picture
@@ -59,6 +60,9 @@ HINTS = [
     Hints(next_use_s=math.inf),
     Hints(session="t", next_use_s=20.0),
 ]
+
+
+NOWHERE = PrefixTree(1).root(b"")
 
 
 @dataclass(eq=False)
@@ -154,7 +158,7 @@ class QuotaMachine(RuleBasedStateMachine):
         pause: float,
     ) -> None:
         self.now += pause
-        live = self.admit(namespace, domain, text, hints, 0, 0)
+        live = self.admit(namespace, domain, text, hints)
         if live is not None:
             self.compute(live, live.num_tokens)
             self.let_go(live)
@@ -166,6 +170,7 @@ class QuotaMachine(RuleBasedStateMachine):
         hints=hints,
         num_extra=st.sampled_from([0, 0, 0, 1, 5]),
         num_spare=st.sampled_from([0, 0, 0, 1, 2]),
+        spares_floor=st.booleans(),
     )
     def come(
         self,
@@ -175,8 +180,9 @@ class QuotaMachine(RuleBasedStateMachine):
         hints: Hints,
         num_extra: int,
         num_spare: int,
+        spares_floor: bool,
     ) -> None:
-        self.admit(namespace, domain, text, hints, num_extra, num_spare)
+        self.admit(namespace, domain, text, hints, num_extra, num_spare, spares_floor)
 
     @precondition(lambda self: self.live)
     @rule(pick=picks, num_tokens=st.integers(1, 10))
@@ -288,8 +294,9 @@ class QuotaMachine(RuleBasedStateMachine):
         domain: Domain,
         text: str,
         hints: Hints,
-        num_extra: int,
-        num_spare: int,
+        num_extra: int = 0,
+        num_spare: int = 0,
+        spares_floor: bool = False,
     ) -> Live | None:
         wanted = self.tokens(text).buffer
         num_slots = len(wanted) // TOKEN_BYTES + num_extra
@@ -303,6 +310,7 @@ class QuotaMachine(RuleBasedStateMachine):
                 wanted,
                 num_slots=num_slots,
                 num_spare=num_spare,
+                spares_floor=spares_floor,
                 hints=hints,
                 now=self.now,
             )
@@ -315,12 +323,28 @@ class QuotaMachine(RuleBasedStateMachine):
             return None
         peek = self.cache.peek(namespace, domain, wanted)
         num_missing = self.cache.num_missing_blocks(
-            namespace, domain, wanted, num_slots=num_slots, num_spare=num_spare
+            namespace,
+            domain,
+            wanted,
+            num_slots=num_slots,
+            num_spare=num_spare,
+            spares_floor=spares_floor,
         )
         assert picture(self.cache) == before, "a question changed something"
+        own = self.retained()[domain]
         with self.act_of(domain):
             lease = ask()
         assert (lease is None) == (num_missing > 0)
+        if lease is not None and spares_floor:
+            floor = self.quotas.of(domain).floor_blocks
+            found = sum(
+                node.num_blocks
+                for node in (lease.copy_source or lease.node or NOWHERE).path()
+                if node.domain == domain
+            )
+            if not self.has_spans:
+                least = min(own - found, floor)
+                assert self.retained()[domain] >= least, "its own floor was not spared"
         if lease is None:
             assert picture(self.cache) == before, "a refusal left traces"
             return None
@@ -490,6 +514,7 @@ def walk(seed: int, *, num_steps: int) -> QuotaMachine:
         "hints": lambda: rng.choice(HINTS),
         "pause": lambda: rng.choice([0.0, 1.0, 30.0]),
         "num_extra": lambda: rng.choice([0, 0, 0, 1, 5]),
+        "spares_floor": lambda: rng.random() < 0.5,
         "num_spare": lambda: rng.choice([0, 0, 0, 1, 2]),
         "pick": lambda: rng.randrange(8),
         "num_tokens": lambda: rng.randrange(1, 11),

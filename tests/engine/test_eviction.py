@@ -505,6 +505,19 @@ def test_an_order_to_keep_is_refused_inside_a_callback() -> None:
     assert all("keep was called inside" in each for each in caught)
 
 
+def test_a_reset_ends_orders_to_keep_and_leaves_their_share_to_others() -> None:
+    engine, _ = build()
+    kept = random_ids(48)
+    engine.keep(tokens(kept), for_s=60.0, tenant="a")
+    engine.reset()
+    ask(engine, kept)
+
+    assert engine.keep(tokens(random_ids(64, seed=1)), for_s=60.0, tenant="a") == 8
+    flood(engine, 20)
+
+    assert ask(engine, kept) == 0
+
+
 # The public budget
 
 

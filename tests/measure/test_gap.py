@@ -79,6 +79,17 @@ def test_where_lru_is_as_good_as_any_a_share_of_the_gap_says_nothing() -> None:
     assert all(each.token_gap is None for each in with_gaps(near))
 
 
+def test_with_hints_the_gap_begins_at_lru_without_them() -> None:
+    told = dataclasses.replace(cell("lru", 0.4, 14.0), is_hinted=True)
+    blind, best = cell("lru", 0.2, 10.0), cell("clairvoyant", 0.6, 18.0)
+
+    found = with_gaps([told, blind, best])
+    alone = with_gaps([told, best])
+
+    assert [each.token_gap for each in found] == pytest.approx([0.5, 0, 1])
+    assert [each.token_gap for each in alone] == [0, 1]
+
+
 def test_a_clairvoyant_policy_may_save_fewer_seconds() -> None:
     cells = with_gaps([cell("lru", 0.2, 9.0), cell("clairvoyant", 0.4, 9.0)])
 

@@ -135,8 +135,49 @@ def test_policies_that_do_the_same_are_said_to_have_one_line() -> None:
         )
     )
 
-    assert "gdsf and lfu_da have one line." in policy_charts(same)[0].note
-    assert "one line" not in policy_charts(result)[0].note
+    assert "gdsf and lfu_da do the same." in policy_charts(same)[0].note
+    assert "the same" not in policy_charts(result)[0].note
+
+
+def hinted() -> SweepResult:
+    """Return a comparison with hints: LRU is there twice."""
+    result = make_comparison()
+    told = [
+        dataclasses.replace(
+            cell,
+            is_hinted=cell.eviction != "clairvoyant",
+            hit_rate=cell.hit_rate + (0.01 if cell.eviction != "clairvoyant" else 0),
+        )
+        for cell in result.cells
+    ]
+    blind = [cell for cell in result.cells if cell.eviction == "lru"]
+    config = {**result.config, "hints": "next_use, from hindsight"}
+    return dataclasses.replace(result, cells=with_gaps([*told, *blind]), config=config)
+
+
+def test_with_hints_lru_is_there_twice_and_the_one_without_is_nothing() -> None:
+    result = hinted()
+
+    gaps = column(result, "gap closed, tokens %")
+    assert gaps["lru without hints"] == 0.0
+    lru = gaps["lru"]
+    assert isinstance(lru, float)
+    assert lru > 0
+    assert gaps["clairvoyant"] == 100.0
+    assert words(policy_headline(result)).startswith("Of 5 eviction policies")
+    (tokens, _) = policy_charts(result)
+    lines = {line["name"]: line["line"] for line in tokens.figure["data"]}
+    assert lines["lru"]["color"] == lines["lru without hints"]["color"]
+    assert lines["lru without hints"]["dash"] == "dash"
+    assert tokens.note.startswith("LRU without hints is 0")
+
+
+def test_hints_from_hindsight_are_called_so() -> None:
+    page = sweep_page(hinted())
+
+    assert any("what such hints are worth at best" in text for text in page.paragraphs)
+    plain = sweep_page(make_comparison())
+    assert not any("at best" in text for text in plain.paragraphs)
 
 
 def test_one_size_is_drawn_as_bars() -> None:

@@ -15,8 +15,7 @@ from typing import Any, Final
 from stemkv.cli.documents import check_keys, checked, found_in, joined, type_name
 from stemkv.core.cost import CostModel
 from stemkv.core.policies import EvictionConfig
-from stemkv.engine import EngineConfig
-from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
+from stemkv.engine import EngineConfig, MemoryQuota, MemoryQuotas
 from stemkv.errors import ConfigError
 
 __all__ = ["MemorySettings", "read_memory"]

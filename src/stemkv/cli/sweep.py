@@ -27,7 +27,7 @@ from stemkv.cli.replay import Outputs
 from stemkv.cli.summary import print_notes, print_sentences
 from stemkv.cli.traces import TraceOptions, load_trace
 from stemkv.errors import ConfigError
-from stemkv.measure.gap import with_gaps
+from stemkv.measure.gap import BASELINE, compared, with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json
 from stemkv.report import Section
 from stemkv.report.policies import policy_tables
@@ -35,9 +35,15 @@ from stemkv.report.sweep import is_conclusive, numbers_label, sweep_page
 from stemkv.report.wording import per_cent
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import lru_curves, units_in
+from stemkv.sim.hinting import HintRule
 from stemkv.sim.outcome import trace_facts
-from stemkv.sim.policies import EVICTIONS, ONLINE_EVICTIONS, check_online
-from stemkv.sim.sweep import Grid, UntimedPlay, sweep, timed_cell
+from stemkv.sim.policies import (
+    CLAIRVOYANT,
+    EVICTIONS,
+    ONLINE_EVICTIONS,
+    check_online,
+)
+from stemkv.sim.sweep import Grid, UntimedPlay, is_hinted, sweep, timed_cell
 from stemkv.sim.trace import Trace
 
 __all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
@@ -135,8 +141,8 @@ def run_sweep(options: SweepOptions) -> int:
         ),
     )
     if options.has_clock and not options.evictions:
-        compared = replace(grid, evictions=EVICTIONS, orders=grid.orders[:1])
-        clockless = compared.configs(base)
+        every_one = replace(grid, evictions=EVICTIONS, orders=grid.orders[:1])
+        clockless = every_one.configs(base)
         result = replace(
             result,
             clockless=_cells(options, trace, clockless, deployment, has_clock=False),
@@ -154,7 +160,7 @@ def run_sweep(options: SweepOptions) -> int:
     print_sentences(console, page)
     for section in policy_tables(result) if is_conclusive(result) else ():
         print_section(console, section)
-    if options.has_clock or not result.compared():
+    if options.has_clock or not compared(result):
         print_section(console, _table(result))
     print_notes(console, result.trace)
     return 0 if is_conclusive(result) else _INCONCLUSIVE
@@ -170,6 +176,8 @@ def _cells(
 ) -> tuple[SweepCell, ...]:
     """Replay configurations with a clock, or without one and with their gaps."""
     compares = len({config.eviction for config in configs}) > 1
+    if not has_clock:
+        configs = [*configs, *_baselines(trace, configs)]
     with counted(
         "sweeping" if has_clock else "comparing", "configurations"
     ) as progress:
@@ -183,6 +191,17 @@ def _cells(
             progress=progress,
         )
     return cells if has_clock else with_gaps(cells)
+
+
+def _baselines(
+    trace: Trace, configs: Sequence[ReplayConfig]
+) -> tuple[ReplayConfig, ...]:
+    """Return LRU without hints for each clairvoyant one, where there are hints."""
+    return tuple(
+        replace(config, eviction=BASELINE, hints=HintRule(name="none"), lookahead=0)
+        for config in configs
+        if config.eviction == CLAIRVOYANT and is_hinted(trace, config)
+    )
 
 
 def _repeatable(result: SweepResult) -> SweepResult:

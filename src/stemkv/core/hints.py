@@ -41,8 +41,8 @@ class Hints:
             or not 0 < len(self.session) <= _MAX_SESSION
         ):
             raise RequestError(
-                f"hints.session must be a text of 1 to {_MAX_SESSION} characters, "
-                f"got {self.session!r:.80}",
+                f"hints.session must be a non-empty text of at most {_MAX_SESSION} "
+                f"characters, got {self.session!r:.80}",
                 field="hints.session",
             )
         if not isinstance(self.ends_session, bool):

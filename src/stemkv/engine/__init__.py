@@ -7,6 +7,7 @@ from stemkv.engine.config import EngineConfig
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.engine import Engine, ResetReport
 from stemkv.engine.load import LoadedModel, load_model, wrap_model
+from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.engine.rollout import InFlight
 from stemkv.engine.samples import Completion
 from stemkv.engine.sampling import SamplingParams
@@ -18,6 +19,8 @@ __all__ = [
     "EngineConfig",
     "InFlight",
     "LoadedModel",
+    "MemoryQuota",
+    "MemoryQuotas",
     "ResetReport",
     "SamplingParams",
     "load_model",

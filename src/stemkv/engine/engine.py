@@ -309,7 +309,7 @@ class Engine:
         An operator's act. They go when nothing else can, whether they are resident or
         come to be. 0 seconds take an earlier order back. `tenant` is whose prefix it
         is, `None` everybody's: one that is declared public. The order is for one
-        adapter, and ends with a rollout.
+        adapter, and ends with a rollout or a reset.
 
         Raises `ConfigError` where all that is kept together would exceed
         `max_kept_share`, and for a public prefix that is not declared.
@@ -660,7 +660,8 @@ class Engine:
 
         Requests in flight go on with the blocks they hold, and publish them no more;
         those that wait share again what is computed from now on. Declared prefixes
-        stay declared, and namespaces that a re-check has closed are open again.
+        stay declared, orders to keep end, and namespaces that a re-check has closed are
+        open again.
         Repeating it does nothing more.
         """
         self._check_between_steps("reset")

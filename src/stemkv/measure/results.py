@@ -365,10 +365,14 @@ class SweepCell:
     ttft_p99_s: float | None
     goodput_rps: float | None
     num_evicted_blocks: int
-    num_refused_blocks: int  # not retained after their last use, as somebody had said
+    # Not retained after their last use, as somebody had said. None: not counted, as
+    # without a clock.
+    num_refused_blocks: int | None
     regret_tokens: int  # evicted and asked for again
     num_preemptions: int
     worst_tenant_ttft_p99_s: float | None
+    # Whether eviction was told anything of the future: hints, or who comes next.
+    is_hinted: bool = False
     # Share of the way from LRU to the clairvoyant policy in this memory, see
     # `measure.gap`. None: they were not both replayed, or there is no way to speak of.
     token_gap: float | None = None
@@ -400,16 +404,6 @@ class SweepResult:
     # Where eviction policies are compared with a clock: the same ones without, and the
     # clairvoyant one, as a gap between two policies is one of a single order.
     clockless: tuple[SweepCell, ...] = ()
-
-    def compared(self) -> tuple[SweepCell, ...]:
-        """Return the cells that compare eviction policies, none if there are no such.
-
-        They are without a clock, and the clairvoyant policy is among them.
-        """
-        if self.clockless:
-            return self.clockless
-        has_best = any(cell.eviction == "clairvoyant" for cell in self.cells)
-        return self.cells if has_best else ()
 
 
 def to_json(

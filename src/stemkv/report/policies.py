@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from stemkv.measure.gap import BEST, baseline_of, compared
 from stemkv.measure.results import GIB, SweepCell, SweepResult
 from stemkv.report.capacity import gib_axis
 from stemkv.report.chart import (
@@ -25,7 +26,6 @@ from stemkv.report.wording import memory, name, per_cent, percent
 
 __all__ = ["policy_charts", "policy_headline", "policy_sentences", "policy_tables"]
 
-_LRU, _BEST = "lru", "clairvoyant"
 _MEASURED = "CPU s"
 _WORST = "worst"
 
@@ -34,7 +34,7 @@ _Group = tuple[str, float]  # sharing rule, GiB
 
 def policy_tables(result: SweepResult) -> list[Section]:
     """Return a table for each size and sharing rule, the best policy first."""
-    groups = _groups(result.compared())
+    groups = _groups(compared(result))
     has_rules = len({sharing for sharing, _ in groups}) > 1
     tables = [
         _table(result, cells, where=f", {sharing}" if has_rules else "")
@@ -46,17 +46,18 @@ def policy_tables(result: SweepResult) -> list[Section]:
 
 def policy_charts(result: SweepResult) -> list[Chart]:
     """Return the gap closed in tokens and in seconds against memory."""
-    cells = [cell for cell in result.compared() if cell.token_gap is not None]
+    cells = [cell for cell in compared(result) if cell.token_gap is not None]
     if not cells:
         return []
+    lru = "LRU without hints" if any(cell.is_hinted for cell in cells) else "LRU"
     if len({cell.gib for cell in cells}) == 1:
-        return [_bars(cells)]
+        return [_bars(cells, lru)]
     return [
         _lines(
             "Gap closed between LRU and clairvoyant, in tokens",
             cells,
             lambda cell: cell.token_gap,
-            note="LRU is 0 and a policy that knows the future 100\N{NO-BREAK SPACE}%, at "
+            note=f"{lru} is 0 and a policy that knows the future 100\N{NO-BREAK SPACE}%, at "
             f"every size. Requests one after another.{_alike(cells)}",
             label="exact" if result.trace.is_exact else "estimated",
         ),
@@ -73,7 +74,7 @@ def policy_charts(result: SweepResult) -> list[Chart]:
 
 def policy_headline(result: SweepResult) -> str | None:
     """Return what the comparison comes to; `None` if there is none, or no gap."""
-    found = _ranked(result.compared())
+    found = _ranked(compared(result))
     if not found:
         return None
     best, worst = found[0], found[-1]
@@ -90,15 +91,14 @@ def policy_headline(result: SweepResult) -> str | None:
 
 def policy_sentences(result: SweepResult) -> list[str]:
     """Return who reuses less than LRU, and where there is nothing to be won."""
-    cells = result.compared()
+    cells = compared(result)
     sentences = []
     losses = [
         (1 - cell.hit_rate / lru.hit_rate, cell)
         for group in _groups(cells).values()
-        for lru in group
-        if lru.eviction == _LRU and lru.hit_rate > 0
+        if (lru := baseline_of(group)) is not None and lru.hit_rate > 0
         for cell in group
-        if cell.hit_rate < lru.hit_rate and cell.eviction != _BEST
+        if cell.hit_rate < lru.hit_rate and cell.eviction != BEST
     ]
     if losses:
         loss, cell = max(losses, key=lambda each: each[0])
@@ -129,14 +129,27 @@ def _groups(cells: Iterable[SweepCell]) -> dict[_Group, list[SweepCell]]:
     return groups
 
 
-def _ranked(cells: Iterable[SweepCell]) -> list[tuple[str, list[SweepCell]]]:
+def _titles(cells: Sequence[SweepCell]) -> Callable[[SweepCell], str]:
+    """Return what cells are called: by policy, and LRU twice where there are hints."""
+    has_hints = any(cell.is_hinted for cell in cells)
+
+    def called(cell: SweepCell) -> str:
+        is_blind = has_hints and not cell.is_hinted and cell.eviction != BEST
+        return f"{cell.eviction} without hints" if is_blind else cell.eviction
+
+    return called
+
+
+def _ranked(cells: Sequence[SweepCell]) -> list[tuple[str, list[SweepCell]]]:
     """Return the policies that an engine can have, with their cells, the best first.
 
-    By the mean gap over sizes where there is one; LRU closes nothing by definition.
+    By the mean gap over sizes where there is one. The LRU that closes nothing by
+    definition is none of them.
     """
     by_name: dict[str, list[SweepCell]] = {}
+    ends = [baseline_of(group) for group in _groups(cells).values()]
     for cell in cells:
-        if cell.eviction not in (_LRU, _BEST) and cell.token_gap is not None:
+        if cell.token_gap is not None and cell.eviction != BEST and cell not in ends:
             by_name.setdefault(cell.eviction, []).append(cell)
 
     def mean(cells: Sequence[SweepCell]) -> float:
@@ -162,8 +175,9 @@ def _range(shares: Sequence[float]) -> str:
 
 def _table(result: SweepResult, cells: Sequence[SweepCell], *, where: str) -> Section:
     trace = result.trace
-    ordered = sorted(cells, key=lambda cell: (-cell.hit_rate, cell.eviction))
-    online = [cell for cell in ordered if cell.eviction != _BEST]
+    called = _titles(cells)
+    ordered = sorted(cells, key=lambda cell: (-cell.hit_rate, called(cell)))
+    online = [cell for cell in ordered if cell.eviction != BEST]
     lowest, highest = online[-1].hit_rate, online[0].hit_rate
     measured = any(cell.policy_cpu_s is not None for cell in cells)
     gib = cells[0].gib
@@ -176,7 +190,7 @@ def _table(result: SweepResult, cells: Sequence[SweepCell], *, where: str) -> Se
     for cell in ordered:
         is_worst = lowest < highest and cell.hit_rate == lowest and cell in online
         row: list[Cell] = [
-            cell.eviction,
+            called(cell),
             per_cent(cell.hit_rate),
             cell.saved_s,
             _per_cent(cell.token_gap),
@@ -219,27 +233,25 @@ def _lines(
     note: str,
     label: str,
 ) -> Chart:
-    names = sorted({cell.eviction for cell in cells})
+    called = _titles(cells)
+    policies = sorted({cell.eviction for cell in cells})
     rules = sorted({cell.sharing for cell in cells})
-    series = []
-    for eviction in names:
-        for rule in rules:
-            line = sorted(
-                (c for c in cells if (c.eviction, c.sharing) == (eviction, rule)),
-                key=lambda cell: cell.gib,
-            )
-            series.append(
-                Series(
-                    name=eviction if len(rules) == 1 else f"{eviction}, {rule}",
-                    x=[cell.gib for cell in line],
-                    y=[_drawn(value(cell)) for cell in line],
-                    color=LINE_COLORS[names.index(eviction) % len(LINE_COLORS)],
-                    # One hue per policy; of two ways to share one is dashed, and so is
-                    # what nobody can have.
-                    is_dashed=eviction == _BEST or rule != rules[0],
-                    has_points=True,
-                )
-            )
+    lines: dict[tuple[str, str], list[SweepCell]] = {}
+    for cell in sorted(cells, key=lambda each: (called(each), each.sharing, each.gib)):
+        lines.setdefault((called(cell), cell.sharing), []).append(cell)
+    series = [
+        Series(
+            name=who if len(rules) == 1 else f"{who}, {rule}",
+            x=[cell.gib for cell in line],
+            y=[_drawn(value(cell)) for cell in line],
+            color=LINE_COLORS[policies.index(line[0].eviction) % len(LINE_COLORS)],
+            # One hue per policy; of two ways to share one is dashed, and so are the
+            # ends: what nobody can have, and LRU where all else is hinted.
+            is_dashed=who == BEST or who != line[0].eviction or rule != rules[0],
+            has_points=True,
+        )
+        for (who, rule), line in lines.items()
+    ]
     return line_chart(
         title=title,
         x=gib_axis(sorted({cell.gib for cell in cells})),
@@ -258,26 +270,27 @@ def _lines(
 
 
 def _alike(cells: Sequence[SweepCell]) -> str:
-    """Return which policies have one line, as they did the same, or nothing."""
+    """Return which policies did the same, so that one hides another, or nothing."""
+    called = _titles(cells)
     lines: dict[str, list[tuple[float, str, float]]] = {}
     for cell in cells:
-        lines.setdefault(cell.eviction, []).append(
-            (cell.gib, cell.sharing, cell.hit_rate)
-        )
+        point = cell.gib, cell.sharing, cell.hit_rate
+        lines.setdefault(called(cell), []).append(point)
     same: dict[tuple[tuple[float, str, float], ...], list[str]] = {}
     for eviction, line in sorted(lines.items()):
         same.setdefault(tuple(sorted(line)), []).append(eviction)
     texts = [" and ".join(each) for each in same.values() if len(each) > 1]
-    return "".join(f" {text} have one line." for text in texts)
+    return "".join(f" {text} do the same." for text in texts)
 
 
-def _bars(cells: Sequence[SweepCell]) -> Chart:
-    ordered = sorted(cells, key=lambda cell: (-(cell.token_gap or 0), cell.eviction))
+def _bars(cells: Sequence[SweepCell], lru: str) -> Chart:
+    called = _titles(cells)
+    ordered = sorted(cells, key=lambda cell: (-(cell.token_gap or 0), called(cell)))
     rules = {cell.sharing for cell in cells}
     return bar_chart(
         title=f"Gap closed between LRU and clairvoyant with {memory(cells[0].gib * GIB)}",
         names=[
-            cell.eviction if len(rules) == 1 else f"{cell.eviction}, {cell.sharing}"
+            called(cell) if len(rules) == 1 else f"{called(cell)}, {cell.sharing}"
             for cell in ordered
         ],
         bands=[
@@ -294,8 +307,8 @@ def _bars(cells: Sequence[SweepCell]) -> Chart:
         ],
         x=Axis(title="% of the gap"),
         is_stacked=False,
-        note="LRU is 0 and a policy that knows the future 100. Requests one after "
-        "another.",
+        note=f"{lru} is 0 and a policy that knows the future 100. Requests one after "
+        f"another.{_alike(cells)}",
         label="estimated",
     )
 

@@ -11,6 +11,7 @@ from stemkv.measure.results import GIB, ReplayResult
 from stemkv.report import latency, reuse
 from stemkv.report.capacity import capacity_charts, hit_rate_at
 from stemkv.report.chart import Mark
+from stemkv.report.hindsight import hindsight_note
 from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell, Chart, Fact, Page, Section
 from stemkv.report.wording import (
@@ -161,6 +162,7 @@ def _paragraphs(result: ReplayResult) -> list[str]:
             f"({result.cost_source})."
         )
     paragraphs += _stalls(result)
+    paragraphs += hindsight_note(result.config)
     paragraphs += opaque_note(result.trace)
     if not result.trace.is_exact:
         paragraphs.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from stemkv.measure.gap import BEST
 from stemkv.measure.results import GIB, SweepCell, SweepResult
 from stemkv.report.capacity import capacity_charts, gib_axis
 from stemkv.report.chart import (
@@ -18,6 +19,7 @@ from stemkv.report.chart import (
     bar_chart,
     line_chart,
 )
+from stemkv.report.hindsight import hindsight_note
 from stemkv.report.opaque import opaque_headline, opaque_note
 from stemkv.report.page import Cell, Chart, Page, Section
 from stemkv.report.policies import (
@@ -40,7 +42,6 @@ from stemkv.report.wording import (
 __all__ = ["is_conclusive", "numbers_label", "sweep_page"]
 
 _MAX_LINES = 12
-_CLAIRVOYANT = "clairvoyant"
 _Choice = tuple[str, str, str]  # eviction, order, sharing
 _CHOICES = ("eviction policy", "admission order", "sharing rule")  # in words
 
@@ -57,6 +58,7 @@ def sweep_page(result: SweepResult) -> Page:
             # With a clock as well: the headline is of the comparison without.
             *([_most(_real(cells))] if result.clockless else []),
             *_spread(_real(cells)),
+            *hindsight_note(result.config),
             *paragraphs,
         ]
         sections = [
@@ -100,7 +102,7 @@ def numbers_label(result: SweepResult) -> str:
 
 def _real(cells: Sequence[SweepCell]) -> list[SweepCell]:
     """Return the cells that somebody could run, who does not know the future."""
-    return [cell for cell in cells if cell.eviction != _CLAIRVOYANT] or list(cells)
+    return [cell for cell in cells if cell.eviction != BEST] or list(cells)
 
 
 def _choice(cell: SweepCell) -> _Choice:
@@ -270,7 +272,7 @@ def _chart(
                 color=LINE_COLORS[hues.index(choice[:2]) % len(LINE_COLORS)],
                 # One hue per policy; of two ways to share one is dashed, and so is
                 # what nobody can have.
-                is_dashed=choice[2] != sharings[-1] or choice[0] == _CLAIRVOYANT,
+                is_dashed=choice[2] != sharings[-1] or choice[0] == BEST,
                 has_points=True,
             )
             for choice, line in lines.items()

@@ -57,6 +57,17 @@ class HintRule:
         """Whether they say what nobody could have known."""
         return self.name in _ORACLES
 
+    def says_something(self, trace: Trace) -> bool:
+        """Whether any request says more of the future than which session it is of."""
+        if self.name != "trace":
+            return self.is_hindsight
+        return any(
+            request.ends_session
+            or request.next_use_s is not None
+            or request.ephemeral_from is not None
+            for request in trace.requests
+        )
+
     def __str__(self) -> str:
         if not self.is_hindsight:
             return self.name

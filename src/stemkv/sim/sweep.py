@@ -20,12 +20,13 @@ from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import GIB, SweepCell
 from stemkv.sim.config import ReplayConfig
+from stemkv.sim.policies import CLAIRVOYANT
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
-__all__ = ["Grid", "Play", "UntimedPlay", "sweep", "timed_cell"]
+__all__ = ["Grid", "Play", "UntimedPlay", "is_hinted", "sweep", "timed_cell"]
 
 # How one configuration becomes a cell. Of a module, as workers import it.
 Play = Callable[[Trace, ReplayConfig, CostModel], SweepCell]
@@ -88,11 +89,17 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
         num_refused_blocks=result.num_refused_blocks,
         regret_tokens=result.regret_tokens,
         num_preemptions=result.num_preemptions,
+        is_hinted=config.hints.says_something(trace),
         worst_tenant_ttft_p99_s=max(
             (each.ttft.p99 for each in result.tenants if each.ttft is not None),
             default=None,
         ),
     )
+
+
+def is_hinted(trace: Trace, config: ReplayConfig) -> bool:
+    """Whether eviction is told anything of the future in a replay without a clock."""
+    return bool(config.lookahead) or config.hints.says_something(trace)
 
 
 class UntimedPlay:
@@ -127,10 +134,11 @@ class UntimedPlay:
             ttft_p99_s=None,
             goodput_rps=None,
             num_evicted_blocks=found.num_evicted_units * unit_size // config.block_size,
-            num_refused_blocks=0,
+            num_refused_blocks=None,
             regret_tokens=found.regret_tokens,
             num_preemptions=0,
             worst_tenant_ttft_p99_s=None,
+            is_hinted=config.eviction != CLAIRVOYANT and is_hinted(trace, config),
             policy_cpu_s=run.policy_cpu_s,
         )
 

@@ -163,17 +163,19 @@ def print_victims() -> None:
 def test_victims_do_not_depend_on_how_python_hashes() -> None:
     def output(seed: str) -> str:
         statement = f"import {__name__} as this; this.print_victims()"
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", statement],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            check=True,
-        ).stdout
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    first, *others = [output(seed) for seed in ("0", "1", "2")]
+    first = output("0")
     assert first.count("\n") == len(CASES)
-    assert others == [first, first]
+    assert output("1") == first
 
 
 # What may be asked of it

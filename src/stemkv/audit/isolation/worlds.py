@@ -18,8 +18,15 @@ from stemkv.core.identity import Domain
 from stemkv.core.request import RequestId
 from stemkv.core.sharing import Sharing, SharingPolicy
 from stemkv.core.tokens import TokenIds
-from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
-from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
+from stemkv.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    LoadedModel,
+    MemoryQuota,
+    MemoryQuotas,
+    SamplingParams,
+)
 
 __all__ = [
     "ATTACKER",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from stemkv.core.eviction.ghosts import Ghosts
 from stemkv.core.eviction.leaves import TwoEndedLeaves
+from stemkv.core.eviction.lru_shadow import LruShadow
 from stemkv.core.eviction.reuse_times import Cohort, ReuseTimes
 
 __all__ = ["ReuseIndex"]
@@ -25,6 +26,13 @@ _GAP_EDGES = (15.0, 90.0)  # seconds idle before the last use
 _GHOSTS_PER_BLOCK = 8
 _MARGIN = 0.9  # of the rate of the least recently used leaf: not below it is not better
 _NEWEST_HANDICAP = 2.5
+# How far it may fall behind LRU: by a share of LRU's hits, and where the evidence is
+# strong by a larger one and by a part of the cache.
+_SHARE = 0.002
+_STRONG_SHARE = 0.007
+_STRONG_SEED = 0.03
+_STRONG_MARGIN = 0.5
+_NUM_ERRORS = 2.0  # standard errors on both sides
 _NUM_PASTS = _MAX_USES * (len(_GAP_EDGES) + 2)
 
 
@@ -80,8 +88,7 @@ class ReuseIndex:
 
     `num_blocks` is the size of the cache: what was evicted is remembered for eight times
     as many blocks. `worth` gives a leaf's weight from how many blocks its path has; by
-    default all blocks weigh the same, so the policy saves tokens. `blocks_per_count`
-    is how many blocks make one observation.
+    default all blocks weigh the same, so the policy saves tokens.
     """
 
     needs_keys = True
@@ -91,14 +98,14 @@ class ReuseIndex:
         num_blocks: int,
         *,
         worth: Callable[[int], float] | None = None,
-        blocks_per_count: float = 1.0,
     ) -> None:
         self._worth = worth
-        self._weight = 1.0 / blocks_per_count
         self._times = ReuseTimes()
         self._pasts: dict[int, _Past] = {}  # by node id
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks, _Past.is_like)
         self._leaves: dict[int, TwoEndedLeaves] = {}  # by class
+        self._shadow = LruShadow(num_blocks)
+        self._choice: int | None = None  # the last victim, if LRU would take another
 
     # What happens
 
@@ -130,6 +137,7 @@ class ReuseIndex:
     ) -> None:
         """Take up the past of the blocks, if they were evicted and are remembered."""
         past = self._pasts.get(node_id)
+        self._shadow.asked(num_blocks)
         if past is not None:
             past.keys.extend(keys)
             past.tick, past.last_used_s = tick, now
@@ -140,11 +148,17 @@ class ReuseIndex:
             self._pasts[node_id] = _Past(start, own, hint, tick, now)
             return
         past = self._pasts[node_id] = ghost.part(start, own)
+        self._shadow.missed(past.tick, start, num_blocks)
         self._use(past, hint, tick, now)
 
     def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
         """Learn from the idle time that ends, and classify anew."""
-        self._use(self._pasts[node_id], hint, tick, now)
+        past = self._pasts[node_id]
+        num_blocks = len(past.keys)
+        self._shadow.asked(num_blocks)
+        if past.cohort is not None:
+            self._shadow.hit(past.tick, past.start, num_blocks)
+        self._use(past, hint, tick, now)
 
     def released(self, node_id: int, *, tick: int, now: float) -> None:
         """Begin an idle time."""
@@ -152,7 +166,9 @@ class ReuseIndex:
         past.was_released = True
         past.tick = tick
         past.last_used_s = now
-        past.cohort = self._times.begin(past.kind, len(past.keys) * self._weight, now)
+        num_blocks = len(past.keys)
+        past.cohort = self._times.begin(past.kind, num_blocks, now)
+        self._shadow.released(tick, past.start, num_blocks)
 
     def split(self, upper_id: int, lower_id: int, *, num_blocks: int) -> None:
         """Give both parts the past of the whole."""
@@ -185,6 +201,10 @@ class ReuseIndex:
         """Remember what left, if equal blocks can come back."""
         past = self._pasts[node_id]
         gone = past.keys[num_left:]
+        if past.cohort is not None:
+            self._shadow.dropped(
+                past.tick, len(gone), is_choice=node_id == self._choice
+            )
         if may_return:
             self._ghosts.remember(gone, past.part(past.start + num_left, array("Q")))
         if num_left:
@@ -194,34 +214,57 @@ class ReuseIndex:
         del self._pasts[node_id]
 
     def victim(self, now: float) -> int | None:
-        """Return the leaf that pays least; O(classes)."""
+        """Return the leaf that pays least, if LRU can be left for it; O(classes)."""
         best_id = oldest_id = None
         best_score = oldest_score = 0.0
-        best_tick = oldest_tick = 0
+        best_tick = oldest_tick = best_kind = oldest_kind = 0
         for kind, leaves in self._leaves.items():
             first = leaves.first()
             if first is None:
                 continue
             score, tick = self._score(kind, first, now)
-            if oldest_id is None or tick < oldest_tick:
+            if (
+                oldest_id is None
+                or tick < oldest_tick
+                # Of those released at once, the one that appeared last.
+                or (tick == oldest_tick and first > oldest_id)
+            ):
                 oldest_id, oldest_tick, oldest_score = first, tick, score
-            elif tick == oldest_tick and first > oldest_id:
-                oldest_id, oldest_score = first, score  # the one that appeared last
+                oldest_kind = kind
             if (
                 best_id is None
                 or score < best_score
                 or (score == best_score and tick < best_tick)
             ):
-                best_id, best_score, best_tick = first, score, tick
+                best_id, best_score, best_tick, best_kind = first, score, tick, kind
             last = leaves.last()
             if last == first or last is None:
                 continue
             score, tick = self._score(kind, last, now)
             score *= _NEWEST_HANDICAP
             if score < best_score or (score == best_score and tick < best_tick):
-                best_id, best_score, best_tick = last, score, tick
+                best_id, best_score, best_tick, best_kind = last, score, tick, kind
+        self._choice = None
+        if best_id is None or best_id == oldest_id:
+            return oldest_id
         if best_score >= _MARGIN * oldest_score:
             return oldest_id
+        past = self._pasts[best_id]
+        shadow = self._shadow
+        if (
+            shadow.holds(best_tick, past.start + len(past.keys) - 1)
+            and shadow.num_free(_SHARE, 0.0) <= 0
+        ):
+            # LRU would still have it, and losing it cannot be afforded; unless the
+            # evidence is strong.
+            worst = best_score * (1 + _NUM_ERRORS * self._times.error(best_kind))
+            least = oldest_score * (1 - _NUM_ERRORS * self._times.error(oldest_kind))
+            if (
+                worst >= _STRONG_MARGIN * least
+                or shadow.num_free(_STRONG_SHARE, _STRONG_SEED) <= 0
+            ):
+                return oldest_id
+        self._choice = best_id
         return best_id
 
     # Private
@@ -236,7 +279,7 @@ class ReuseIndex:
     def _use(self, past: _Past, hint: int, tick: int, now: float) -> None:
         cohort = past.cohort
         if cohort is not None:
-            self._times.end(cohort, past.kind, len(past.keys) * self._weight, now)
+            self._times.end(cohort, past.kind, len(past.keys), now)
             past.cohort = None
         idle_s = now - past.last_used_s
         past.gap = gap = 1 + bisect_right(_GAP_EDGES, idle_s)

@@ -15,6 +15,7 @@ its dependence on one cache's size.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 __all__ = ["AGE_EDGES", "Cohort", "ReuseTimes"]
@@ -27,14 +28,14 @@ _LAST_BIN = _NUM_BINS - 1
 
 _MIN_COHORTS = 1024
 _COHORT_S = 0.5  # idle times that begin this close together are counted as one
-_PRIOR_WEIGHT = 100.0  # events that the prior of one bin is worth
+_PRIOR_RUNS = 20.0  # observations that the prior of one bin is worth
 _PRIOR_HAZARD = 0.05  # of every bin, so that the rate falls with age, which is LRU
 _FIRST_PRIOR_HAZARD = 0.1  # of the first one, which is twice as wide as the second
-_PRIOR_RATIO = 5.0  # events that the prior of one class is worth
+_PRIOR_RATIO_RUNS = 2.0  # observations that the prior of one class is worth
 _MAX_SHARE = 0.9
 _FIT_GROWTH = 1.05
-_FIT_EVENTS = 200.0
-_MAX_EVENTS = 100_000.0  # then all counts are halved, so that the old is forgotten
+_FIT_RUNS = 20.0  # new observations, at least, before rates are made anew
+_MAX_RUNS = 10_000.0  # then all counts are halved, so that the old is forgotten
 _BEYOND = 1e-12  # rate past the last edge, over the age
 
 
@@ -65,7 +66,11 @@ class ReuseTimes:
             [_FIRST_PRIOR_HAZARD] + [_PRIOR_HAZARD] * (_NUM_BINS - 1)
         )
         self._num_events = 0.0
-        self._fit_at = _FIT_EVENTS
+        self._weights: dict[int, float] = {}  # by class, of idle times that ended
+        self._squares: dict[int, float] = {}  # of these weights
+        self._fit_at = _FIT_RUNS
+        self._weight = 0.0  # of all idle times that ended
+        self._square = 0.0  # of these weights
         self._cohorts: list[Cohort] = []
         self._num_gone = 0  # cohorts that have left the list
         self._most_cohorts = _MIN_COHORTS  # more are looked through for old ones
@@ -99,10 +104,17 @@ class ReuseTimes:
         if at >= _NUM_BINS:
             return
         _bins_of(self._reused, kind)[at] += weight
+        self._weights[kind] = self._weights.get(kind, 0.0) + weight
+        self._squares[kind] = self._squares.get(kind, 0.0) + weight * weight
         self._num_events += weight
-        if self._num_events >= self._fit_at:
+        self._weight += weight
+        self._square += weight * weight
+        # Blocks of one run are used again together: they are one observation. How many
+        # blocks that is, is the mean length of the run that a block is in.
+        run = self._square / self._weight
+        if self._num_events >= self._fit_at * run:
             self._count_lasting(now)
-            self._fit()
+            self._fit(run)
 
     def rate(self, kind: int, age_s: float) -> float:
         """Return uses per block and second kept, at best, from this age on."""
@@ -110,6 +122,16 @@ class ReuseTimes:
         if at > _LAST_BIN:
             return _BEYOND / (1.0 + age_s)
         return self._rates.get(kind, self._prior_rates)[at]
+
+    def error(self, kind: int) -> float:
+        """Return the relative standard error of what is known of a class.
+
+        Blocks of one lease are used again together, so they are one observation.
+        """
+        weight = self._weights.get(kind, 0.0)
+        if not weight:
+            return float("inf")
+        return math.sqrt(self._squares[kind]) / weight
 
     def _count_lasting(self, now: float) -> None:
         """Count what cohorts have outlasted by now; O(bins), and each bin once."""
@@ -125,20 +147,19 @@ class ReuseTimes:
         del cohorts[: self._next[_LAST_BIN] - gone]
         self._num_gone = self._next[_LAST_BIN]
 
-    def _fit(self) -> None:
-        """Make the rates anew from all counts, O(classes · bins²)."""
+    def _fit(self, run: float) -> None:
+        """Make the rates anew from all counts, O(classes · bins)."""
         none = [0.0] * _NUM_BINS
         kinds = sorted({*self._reused, *self._lasted})
+        prior, prior_ratio = _PRIOR_RUNS * run, _PRIOR_RATIO_RUNS * run
         hazards = []  # of all classes together
         before = _PRIOR_HAZARD
         for at in range(_NUM_BINS):
             reused = sum(self._reused.get(kind, none)[at] for kind in kinds)
             lasted = sum(self._lasted.get(kind, none)[at] for kind in kinds)
-            hazard = (reused + _PRIOR_WEIGHT * before) / (
-                reused + lasted + _PRIOR_WEIGHT
-            )
+            hazard = (reused + prior * before) / (reused + lasted + prior)
             hazards.append(hazard)
-            if reused + lasted > _PRIOR_WEIGHT:
+            if reused + lasted > prior:
                 before = hazard
         for kind in kinds:
             reuses = self._reused.get(kind, none)
@@ -147,22 +168,27 @@ class ReuseTimes:
                 hazard * (reused + lasted)
                 for hazard, reused, lasted in zip(hazards, reuses, lasts, strict=True)
             )
-            ratio = (sum(reuses) + _PRIOR_RATIO) / (expected + _PRIOR_RATIO)
+            ratio = (sum(reuses) + prior_ratio) / (expected + prior_ratio)
             self._rates[kind] = _rates(
                 [
-                    (reused + _PRIOR_WEIGHT * min(_MAX_SHARE, ratio * hazard))
-                    / (reused + lasted + _PRIOR_WEIGHT)
+                    (reused + prior * min(_MAX_SHARE, ratio * hazard))
+                    / (reused + lasted + prior)
                     for hazard, reused, lasted in zip(
                         hazards, reuses, lasts, strict=True
                     )
                 ]
             )
-        if self._num_events >= _MAX_EVENTS:
+        if self._num_events >= _MAX_RUNS * run:
             for counts in (self._reused, self._lasted):
                 for bins in counts.values():
                     bins[:] = [each / 2 for each in bins]
+            for sums in (self._weights, self._squares):
+                for kind in sums:
+                    sums[kind] /= 2
             self._num_events /= 2
-        self._fit_at = self._num_events * _FIT_GROWTH + _FIT_EVENTS
+            self._weight /= 2
+            self._square /= 2
+        self._fit_at = self._num_events / run * _FIT_GROWTH + _FIT_RUNS
 
 
 def _bins_of(counts: dict[int, list[float]], kind: int) -> list[float]:

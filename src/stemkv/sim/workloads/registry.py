@@ -17,9 +17,12 @@ from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.agents import agents
 from stemkv.sim.workloads.arrivals import Bursts
 from stemkv.sim.workloads.chat import chat
+from stemkv.sim.workloads.cyclic import cyclic
 from stemkv.sim.workloads.documents import documents
+from stemkv.sim.workloads.drifting import drifting
 from stemkv.sim.workloads.few_shot import few_shot
 from stemkv.sim.workloads.heavy_tenant import heavy_tenant
+from stemkv.sim.workloads.interlude import interlude
 from stemkv.sim.workloads.tree_search import tree_search
 from stemkv.sim.workloads.worked_example import worked_example
 
@@ -138,6 +141,21 @@ WORKLOADS: Final = (
         name="heavy-tenant",
         summary="one tenant sends 80 % and reuses nothing, four others would",
         generate=heavy_tenant,
+    ),
+    Workload(
+        name="cyclic",
+        summary="100 documents asked about in turn, round after round",
+        generate=cyclic,
+    ),
+    Workload(
+        name="drifting",
+        summary="500 documents at a time, the most popular of which are soon forgotten",
+        generate=drifting,
+    ),
+    Workload(
+        name="interlude",
+        summary="chat, then a batch of questions about documents, then the same chat",
+        generate=interlude,
     ),
 )
 
