@@ -18,6 +18,7 @@ from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import FittedCost, StepShape
 from stemkv.core.identity import Domain
 from stemkv.core.plan import Sample
+from stemkv.core.policies import EvictionConfig
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.core.table import BlockCopy
 from stemkv.core.tokens import TokenIds
@@ -208,7 +209,7 @@ def log_of(*calls: Call) -> StepLog:
         model="none",
         cache=CacheConfig(num_blocks=10),
         scheduler=SchedulerConfig(),
-        eviction="lru",
+        eviction=EvictionConfig(),
         order="fcfs",
     )
     return StepLog(header=header, calls=calls)
@@ -249,6 +250,7 @@ def step(
         num_cached_blocks=0,
         num_evicted_blocks=0,
         num_published_blocks=0,
+        digest="",
     )
     samples = {RequestId(n): (Sample(1),) * k for n, _, _, k in chunks if k}
     return Planned(plan=plan), Committed(now=end, samples=samples, state=state)

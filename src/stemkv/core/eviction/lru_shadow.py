@@ -53,9 +53,8 @@ class LruShadow:
         self._balance = 0  # hits of the policy less LRU's
         self._num_recent = 0  # of those asked for, since the next two were halved
         self._num_lost = 0.0  # hits of LRU that the policy missed
-        self._num_spared = (
-            0  # blocks evicted before LRU would, and not asked for till then
-        )
+        # Blocks evicted before LRU would have, and not asked for till then.
+        self._num_spared = 0.0
         self._num_trimmed = 0  # blocks that LRU evicted
         self._num_followed = 0  # blocks evicted as LRU would, which it will evict next
 
@@ -174,5 +173,6 @@ class LruShadow:
             if not group.num_held:
                 # What is still resident of it is nothing to LRU any more.
                 del self._groups[tick]
-        self._num_spared += max(0, num_gone - self._num_followed)
-        self._num_followed = 0
+        num_followed = min(num_gone, self._num_followed)
+        self._num_followed -= num_followed
+        self._num_spared += num_gone - num_followed
