@@ -194,7 +194,7 @@ def test_what_cannot_be_promised_is_refused_before_the_model_is_touched() -> Non
     size = block_bytes()
     floor = MemoryQuota(floor_bytes=8 * size)
 
-    with pytest.raises(ConfigError, match="leave nothing of 16 blocks"):
+    with pytest.raises(ConfigError, match="quotas: floors of 16.*a block takes 8,192"):
         build(quotas=MemoryQuotas(tenants={"a": floor, "b": floor}))
     with pytest.raises(ConfigError, match="floor_bytes 1 of tenant 'a' holds no block"):
         build(quotas=MemoryQuotas(tenants={"a": MemoryQuota(floor_bytes=1)}))
@@ -526,7 +526,7 @@ def test_public_prefixes_beyond_their_budget_are_refused_and_forgotten() -> None
     head = random_ids(16)
     assert engine.declare_public(tokens(head)) == 2
 
-    with pytest.raises(ConfigError, match="exceed public_blocks of 2"):
+    with pytest.raises(ConfigError, match="exceed public_blocks of 2.*8,192 bytes"):
         engine.declare_public(tokens(random_ids(8, seed=1)))
 
     engine.reset()  # declares again what is public

@@ -668,6 +668,26 @@ def test_a_request_that_was_cancelled_in_its_first_step_has_no_time() -> None:
     assert list(prediction.measured_s) == list(prediction.predicted_s) == ["r"]
 
 
+def test_ended_sessions_and_orders_to_keep_have_their_times_in_a_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = lived(EvictionConfig(), has_quotas=False).log
+    told: list[SessionEnded | Kept] = []
+    tell = agreement._tell_cache
+
+    def noting(cache: Any, call: SessionEnded | Kept, now: float) -> None:
+        assert now >= call.now
+        told.append(call)
+        tell(cache, call, now)
+
+    monkeypatch.setattr(agreement, "_tell_cache", noting)
+
+    prediction = predict(log, COST)
+
+    assert told == [c for c in log.calls if isinstance(c, SessionEnded | Kept)]
+    assert prediction.predicted_s.keys() == {spec.request_id for spec in log.specs}
+
+
 def test_times_of_rollouts_are_not_predicted() -> None:
     recording: Recording = record()
     recording.engine.generate([tokens(random_ids(20))], PARAMS)

@@ -27,8 +27,7 @@ class CoreSettings:
     """Settings of cache, scheduler and eviction that go together.
 
     `costs` are what an objective of seconds weighs blocks with; without that objective
-    they decide nothing. Raises `ConfigError` for quotas that the cache cannot promise,
-    and where seconds are wanted without costs.
+    they decide nothing. Raises `ConfigError` where seconds are wanted without costs.
     """
 
     cache: CacheConfig
@@ -44,14 +43,15 @@ class CoreSettings:
                 "a prompt costs more; give the engine `costs` (`stemkv calibrate` "
                 "measures them), or choose objective tokens"
             )
-        if self.quotas is not None:
-            self.quotas.check(self.cache.num_blocks)
 
     @classmethod
     def of(
         cls, config: EngineConfig, loaded: LoadedModel, costs: CostModel | None
     ) -> CoreSettings:
-        """Return the settings of the core that serves a model."""
+        """Return the settings of the core that serves a model.
+
+        Raises `ConfigError` for quotas that its memory cannot promise.
+        """
         bytes_per_block = loaded.kv_bytes_per_token * config.block_size
         num_blocks = config.kv_memory_bytes // bytes_per_block
         if num_blocks < 1:
@@ -63,6 +63,13 @@ class CoreSettings:
         if config.quotas is not None:
             config.quotas.check(config.sharing)
             quotas = config.quotas.in_blocks(bytes_per_block)
+            try:
+                quotas.check(num_blocks)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"quotas: {error} (that is kv_memory_bytes; a block takes "
+                    f"{bytes_per_block:,} bytes)"
+                ) from None
         return cls(
             cache=CacheConfig(
                 num_blocks=num_blocks,

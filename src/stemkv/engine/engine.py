@@ -286,7 +286,13 @@ class Engine:
             return 0
         current, num_blocks = self.namespace, 0
         if current is not None:
-            num_blocks = self.cache.declare_public(current, prefix)  # or refuse it
+            try:
+                num_blocks = self.cache.declare_public(current, prefix)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error} (that is public_bytes of the quotas; a block takes "
+                    f"{self.kv.bytes_per_block:,} bytes)"
+                ) from None
         if prefix not in self._public:
             self._public.append(prefix)
         for namespace in sorted(self._declared):

@@ -107,7 +107,9 @@ def policy_sentences(result: SweepResult) -> list[str]:
             f"“{name(cell.eviction)}” with {memory(cell.gib * GIB)}."
         )
     elif cells:
-        sentences.append("No policy reuses less than LRU at any of these sizes.")
+        is_one = len({cell.gib for cell in cells}) == 1
+        where = "at this size" if is_one else "at any of these sizes"
+        sentences.append(f"No policy reuses less than LRU {where}.")
     narrow = [
         group[0]
         for group in _groups(cells).values()

@@ -15,15 +15,11 @@ from stemkv.core.eviction import (
     ReuseIndex,
     S3Fifo,
 )
-from tests.core.eviction.twin import FrequencyRule, LruRule, Rule, S3FifoRule, Twin
-from tests.core.eviction.twin_reuse_index import ReuseIndexRule
+from tests.core.eviction.twin import FrequencyRule, LruRule, S3FifoRule, Twin
+from tests.core.eviction.twin_reuse_index import ReuseIndexRule, ReuseIndexTwin
 from tests.core.eviction.watched import Watched
 
 __all__ = ["CASES", "LRU", "Case", "each_case"]
-
-# Few events must do for the reuse index to learn something; a power of two, so that
-# sums of counts are exact.
-_BLOCKS_PER_COUNT = 1 / 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,39 +28,37 @@ class Case:
 
     name: str
     make: Callable[[int], EvictionPolicy]
-    rule: Callable[[int], Rule]
+    twin: Callable[[int], Twin]
 
     def watched(self, num_blocks: int) -> Watched:
         """The policy, checked at every step, with its twin."""
-        return Watched(self.make(num_blocks), Twin(self.rule(num_blocks)))
+        return Watched(self.make(num_blocks), self.twin(num_blocks))
 
 
 def deeper_is_worth_more(depth: int) -> float:
     return 1.0 + depth / 4
 
 
-LRU = Case(name="lru", make=lambda num: Lru(), rule=lambda num: LruRule())
+LRU = Case(name="lru", make=lambda num: Lru(), twin=lambda num: Twin(LruRule()))
 CASES = [
     LRU,
-    Case(name="lfu_da", make=LfuDa, rule=FrequencyRule),
+    Case(name="lfu_da", make=LfuDa, twin=lambda num: Twin(FrequencyRule(num))),
     Case(
         name="gdsf",
         make=lambda num: Gdsf(num, worth=deeper_is_worth_more),
-        rule=lambda num: FrequencyRule(num, worth=deeper_is_worth_more),
+        twin=lambda num: Twin(FrequencyRule(num, worth=deeper_is_worth_more)),
     ),
-    Case(name="s3fifo", make=S3Fifo, rule=S3FifoRule),
+    Case(name="s3fifo", make=S3Fifo, twin=lambda num: Twin(S3FifoRule(num))),
     Case(
         name="reuse_index",
-        make=lambda num: ReuseIndex(num, blocks_per_count=_BLOCKS_PER_COUNT),
-        rule=lambda num: ReuseIndexRule(num, blocks_per_count=_BLOCKS_PER_COUNT),
+        make=ReuseIndex,
+        twin=lambda num: ReuseIndexTwin(ReuseIndexRule(num)),
     ),
     Case(
         name="reuse_index-seconds",
-        make=lambda num: ReuseIndex(
-            num, worth=deeper_is_worth_more, blocks_per_count=_BLOCKS_PER_COUNT
-        ),
-        rule=lambda num: ReuseIndexRule(
-            num, worth=deeper_is_worth_more, blocks_per_count=_BLOCKS_PER_COUNT
+        make=lambda num: ReuseIndex(num, worth=deeper_is_worth_more),
+        twin=lambda num: ReuseIndexTwin(
+            ReuseIndexRule(num, worth=deeper_is_worth_more)
         ),
     ),
 ]

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemkv.core.eviction import reuse_times
 from stemkv.core.eviction.reuse_times import AGE_EDGES, Cohort, ReuseTimes
 from tests.core.builders import count_calls
 from tests.core.eviction.twin_reuse_index import Idle, Learner
 
-WEIGHT = 64.0  # of one idle time: few must do for something to be learnt
+MAX_RUNS = 60.0  # where counts are halved very soon
 PAUSES = [0.0, 0.25, 0.5, 1.0, 7.0, 60.0, 1000.0]
 AGES = [0.0, 0.5, *AGE_EDGES[1:], 6000.0]
 
@@ -26,42 +27,43 @@ acts = st.lists(
 
 
 class Both:
-    """The learner and its twin hear of the same idle times."""
+    """The learner and its twin hear of the same idle times, of a few blocks each."""
 
-    def __init__(self, weight: float = WEIGHT) -> None:
+    def __init__(self, *, max_runs: float = 10_000.0) -> None:
         self.times = ReuseTimes()
-        self.learner = Learner(weight)
-        self.weight = weight
+        self.learner = Learner(max_runs=max_runs)
         self.now = 0.0
-        self.lasting: list[tuple[int, Cohort, Idle]] = []
+        self.lasting: list[tuple[int, Cohort, list[Idle]]] = []
 
-    def begin(self, kind: int) -> None:
-        cohort = self.times.begin(kind, self.weight, self.now)
-        idle = self.learner.begin((0, kind, 0), self.now)
+    def begin(self, kind: int, num_blocks: int) -> None:
+        cohort = self.times.begin(kind, num_blocks, self.now)
+        idle = [self.learner.begin((0, kind, 0), self.now) for _ in range(num_blocks)]
         self.lasting.append((kind, cohort, idle))
 
     def end(self, pick: int) -> None:
-        kind, cohort, idle = self.lasting.pop(pick % len(self.lasting))
-        self.times.end(cohort, kind, self.weight, self.now)
-        self.learner.end(idle, self.now)
+        kind, cohort, blocks = self.lasting.pop(pick % len(self.lasting))
+        self.times.end(cohort, kind, len(blocks), self.now)
+        for idle in blocks:
+            self.learner.end(idle, self.now)
         self.learner.settle(self.now)
 
     def compare(self) -> None:
         for kind in range(4):  # of the last one nobody has heard
+            own = (0, kind, 0)
+            assert self.times.error(kind) == pytest.approx(self.learner.error(own))
             for age in AGES:
-                expected = self.learner.rate((0, kind, 0), age)
                 rate = self.times.rate(kind, age)
-                assert rate == pytest.approx(expected, rel=1e-12)
+                assert rate == pytest.approx(self.learner.rate(own, age), rel=1e-12)
 
     def act(self, ends: bool, kind: int, pick: int, pause: float) -> None:
         self.now += pause
         if ends and self.lasting:
             self.end(pick)
         else:
-            self.begin(kind)
+            self.begin(kind, 1 + pick % 5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(acts)
 def test_the_rates_are_those_of_the_log(
     acts: list[tuple[bool, int, int, float]],
@@ -73,14 +75,18 @@ def test_the_rates_are_those_of_the_log(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_rates_are_those_of_the_log_when_counts_were_halved(seed: int) -> None:
+def test_the_rates_are_those_of_the_log_when_counts_were_halved(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reuse_times, "_MAX_RUNS", MAX_RUNS)
     rng = random.Random(seed)
-    both = Both(weight=8192.0)
-    for _ in range(300):
+    both = Both(max_runs=MAX_RUNS)
+    for number in range(700):
         both.act(
             rng.random() < 0.5, rng.randrange(3), rng.randrange(50), rng.choice(PAUSES)
         )
-    both.compare()
+        if number % 20 == 0:
+            both.compare()
 
     assert both.learner.num_halvings > 2
 

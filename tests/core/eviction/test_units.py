@@ -19,7 +19,6 @@ from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES
 from tests.core.builders import ALICE, NAMESPACE, build_cache, resident, tokens
 from tests.core.eviction.cases import CASES, Case
-from tests.core.eviction.twin import Twin
 
 Act = tuple[str, str, int]  # what, a prompt, a pick
 
@@ -44,7 +43,7 @@ class Blocks:
     """All resident blocks by path, driven by requests; each one is a node of a twin."""
 
     def __init__(self, case: Case, num_blocks: int) -> None:
-        self.twin = Twin(case.rule(num_blocks))
+        self.twin = case.twin(num_blocks)
         self.ids: dict[str, int] = {}  # by path
         self.held: Counter[str] = Counter()
         self.num_private = 0

@@ -1,21 +1,24 @@
 """The reuse index as plainly as it can be said: every block's past, every idle time.
 
 Nothing is counted as it happens. What was learnt is worked out from the log of all idle
-times, each time that the rates are made anew. Written from the description in
-`docs/policies.md` and `reuse_times.py`, with its arithmetic in the same order, so that
-equal counts give equal bits.
+times, each time that the rates are made anew, with the arithmetic in the same order, so
+that equal counts give equal bits. The shadow of LRU is the real one; it has tests of its
+own.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from tests.core.eviction.twin import Block, Nodes
+from stemkv.core.eviction.lru_shadow import LruShadow
+from tests.core.eviction.twin import Block, Nodes, Twin
 
-__all__ = ["ReuseIndexRule"]
+__all__ = ["Idle", "Learner", "ReuseIndexRule", "ReuseIndexTwin"]
 
 _EDGES = [0.0, *(1.5**i for i in range(22))]
 _WIDTHS = [end - start for start, end in pairwise(_EDGES)]
@@ -56,16 +59,16 @@ class _Past:
 class Learner:
     """Rates by class and age, from the log of idle times."""
 
-    def __init__(self, weight: float, *, max_events: float = 100_000.0) -> None:
+    def __init__(self, *, max_runs: float = 10_000.0) -> None:
         self.num_fits = 0
         self.num_halvings = 0
-        self._weight = weight  # of a block
-        self._max_events = max_events
+        self._max_runs = max_runs
         self._log: list[Idle] = []
-        self._ends: list[Idle] = []  # in the order in which they ended
-        # When counts were halved: the time, and how many idle times had ended.
+        self._ends: list[list[Idle]] = []  # of blocks that ended at once, in order
+        self._ending: list[Idle] = []
+        # When counts were halved: the time, and how many ends there had been.
         self._halvings: list[tuple[float, int]] = []
-        self._fit_at = 200.0
+        self._fit_at = 20.0
         self._prior = _rates([0.1] + [0.05] * (_NUM_BINS - 1))
         self._rates: dict[Kind, list[float]] = {}
 
@@ -78,14 +81,22 @@ class Learner:
         return idle
 
     def end(self, idle: Idle, now: float) -> None:
-        """Take note that a use ended it. Nothing is made anew before all are noted."""
+        """Take note that a use ended it; `settle` when all of a node are noted."""
         idle.ended_s = now
-        self._ends.append(idle)
+        self._ending.append(idle)
 
     def settle(self, now: float) -> None:
         """Make the rates anew, if enough idle times have ended since the last time."""
-        if self._num_events() >= self._fit_at:
-            self._fit(now)
+        if not self._ending:
+            return
+        self._ends.append(self._ending)
+        is_event = self._ending[0].length_s() < _NEVER_AGAIN_S
+        self._ending = []
+        if not is_event:
+            return
+        weight, square = self._sums()
+        if weight >= self._fit_at * (square / weight):
+            self._fit(now, square / weight)
             self.num_fits += 1
 
     def rate(self, kind: Kind, age_s: float) -> float:
@@ -93,12 +104,19 @@ class Learner:
             return 1e-12 / (1.0 + age_s)
         return self._rates.get(kind, self._prior)[_bin(age_s)]
 
-    def _num_events(self) -> float:
-        return sum(
-            self._weight * 0.5 ** self._halvings_after_end(index)
-            for index, idle in enumerate(self._ends)
-            if idle.length_s() < _NEVER_AGAIN_S
-        )
+    def error(self, kind: Kind) -> float:
+        weight, square = self._sums(kind)
+        return math.sqrt(square) / weight if weight else math.inf
+
+    def _sums(self, kind: Kind | None = None) -> tuple[float, float]:
+        """Of the blocks that ended at once: the sum, and the sum of squares."""
+        weight = square = 0.0
+        for index, run in enumerate(self._ends):
+            if run[0].length_s() < _NEVER_AGAIN_S and kind in (None, run[0].kind):
+                halved = 0.5 ** self._halvings_after_end(index)
+                weight += len(run) * halved
+                square += len(run) ** 2 * halved
+        return weight, square
 
     def _halvings_after_end(self, index: int) -> int:
         return sum(index < num_ended for _, num_ended in self._halvings)
@@ -107,11 +125,11 @@ class Learner:
         """By class and bin: how many were used in it, and how many outlasted it."""
         reused: dict[Kind, list[float]] = {}
         lasted: dict[Kind, list[float]] = {}
-        for index, idle in enumerate(self._ends):
-            if idle.length_s() < _NEVER_AGAIN_S:
-                row = reused.setdefault(idle.kind, [0.0] * _NUM_BINS)
+        for index, run in enumerate(self._ends):
+            if run[0].length_s() < _NEVER_AGAIN_S:
+                row = reused.setdefault(run[0].kind, [0.0] * _NUM_BINS)
                 halved = 0.5 ** self._halvings_after_end(index)
-                row[_bin(idle.length_s())] += self._weight * halved
+                row[_bin(run[0].length_s())] += len(run) * halved
         for idle in self._log:
             for at, edge_s in enumerate(_EDGES[1:]):
                 until_s = now if idle.ended_s is None else idle.ended_s
@@ -119,41 +137,45 @@ class Learner:
                     row = lasted.setdefault(idle.kind, [0.0] * _NUM_BINS)
                     halvings = [s for s, _ in self._halvings]
                     num_after = sum(s - idle.began_s >= edge_s for s in halvings)
-                    row[at] += self._weight * 0.5**num_after
+                    row[at] += 0.5**num_after
         return reused, lasted
 
-    def _fit(self, now: float) -> None:
+    def _fit(self, now: float, run: float) -> None:
+        """`run` is how many blocks make one observation."""
         reused, lasted = self._counts(now)
         kinds = sorted({*reused, *lasted})
         zero = [0.0] * _NUM_BINS
         pooled: list[float] = []
-        carried = 0.05
+        prior, carried = 20.0 * run, 0.05
         for at in range(_NUM_BINS):
             num_reused = sum(reused.get(kind, zero)[at] for kind in kinds)
             num_lasted = sum(lasted.get(kind, zero)[at] for kind in kinds)
             num = num_reused + num_lasted
-            pooled.append((num_reused + 100.0 * carried) / (num + 100.0))
-            if num > 100.0:
+            pooled.append((num_reused + prior * carried) / (num + prior))
+            if num > prior:
                 carried = pooled[at]
         for kind in kinds:
             own = list(zip(reused.get(kind, zero), lasted.get(kind, zero), strict=True))
             expected = sum(g * (r + s) for g, (r, s) in zip(pooled, own, strict=True))
-            ratio = (sum(r for r, _ in own) + 5.0) / (expected + 5.0)
+            ratio = (sum(r for r, _ in own) + 2.0 * run) / (expected + 2.0 * run)
             hazards = [
-                (r + 100.0 * min(0.9, ratio * g)) / (r + s + 100.0)
+                (r + prior * min(0.9, ratio * g)) / (r + s + prior)
                 for g, (r, s) in zip(pooled, own, strict=True)
             ]
             self._rates[kind] = _rates(hazards)
-        num_events = self._num_events()
-        if num_events >= self._max_events:
+        weight, _ = self._sums()
+        if weight >= self._max_runs * run:
             self._halvings.append((now, len(self._ends)))
-            num_events /= 2
             self.num_halvings += 1
-        self._fit_at = num_events * 1.05 + 200.0
+            weight /= 2
+        self._fit_at = weight / run * 1.05 + 20.0
 
 
 class ReuseIndexRule:
-    """Least rate times worth, of the oldest and the newest leaf of each class."""
+    """Least rate times worth, of the oldest and the newest leaf of each class.
+
+    And as far from LRU as the shadow says that it can be afforded.
+    """
 
     needs_keys = True
 
@@ -162,10 +184,12 @@ class ReuseIndexRule:
         num_blocks: int,
         *,
         worth: Callable[[int], float] | None = None,
-        blocks_per_count: float = 1.0,
+        max_runs: float = 10_000.0,
     ) -> None:
         self.max_ghosts = 8 * num_blocks
-        self.learner = Learner(1.0 / blocks_per_count)
+        self.learner = Learner(max_runs=max_runs)
+        self.shadow = LruShadow(num_blocks)
+        self.choice: int | None = None  # the last victim, if LRU's was another
         self._worth = worth
 
     def new(self, past: _Past | None, *, hint: int, tick: int, now: float) -> _Past:
@@ -241,7 +265,66 @@ class ReuseIndexRule:
             if last != first:
                 rated.append((2.5 * score(last), tick(last), last))
         least, _, best = min(rated)
-        return best if least < 0.9 * score(oldest) else oldest
+        self.choice = None
+        if best == oldest or least >= 0.9 * score(oldest):
+            return oldest
+        if not self._is_affordable(nodes[best][-1]) and not self._is_certain(
+            nodes[best][-1], least, nodes[oldest][-1], score(oldest)
+        ):
+            return oldest
+        self.choice = best
+        return best
+
+    def _is_affordable(self, tail: Block) -> bool:
+        is_held = self.shadow.holds(tail.state.tick, tail.depth - 1)
+        return not is_held or self.shadow.num_free(0.002, 0.0) > 0
+
+    def _is_certain(
+        self, best: Block, least: float, oldest: Block, most: float
+    ) -> bool:
+        """Half as good at most, by two standard errors on both sides."""
+        least *= 1 + 2.0 * self.learner.error(best.state.kind)
+        most *= 1 - 2.0 * self.learner.error(oldest.state.kind)
+        return least < 0.5 * most and self.shadow.num_free(0.007, 0.03) > 0
+
+
+class ReuseIndexTwin(Twin):
+    """A twin whose rule also hears what the shadow of LRU has to."""
+
+    def __init__(self, rule: ReuseIndexRule) -> None:
+        super().__init__(rule)
+        self.learner = rule.learner
+        self._shadow = rule.shadow
+        self._ri = rule
+
+    def published(self, node_id: int, **said: Any) -> None:
+        start, num_blocks = said["start"], said["num_blocks"]
+        past = self._pasts(said["keys"])[0]
+        self._shadow.asked(num_blocks)
+        if past is not None and node_id not in self.nodes:
+            self._shadow.missed(past.tick, start, num_blocks)
+        super().published(node_id, **said)
+
+    def used(self, node_id: int, **said: Any) -> None:
+        blocks = self.nodes[node_id]
+        self._shadow.asked(len(blocks))
+        if blocks[0].state.idle is not None:
+            depth = blocks[0].depth - 1
+            self._shadow.hit(blocks[0].state.tick, depth, len(blocks))
+        super().used(node_id, **said)
+
+    def released(self, node_id: int, *, tick: int, now: float) -> None:
+        super().released(node_id, tick=tick, now=now)
+        blocks = self.nodes[node_id]
+        self._shadow.released(tick, blocks[0].depth - 1, len(blocks))
+
+    def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
+        blocks = self.nodes[node_id]
+        if blocks[0].state.idle is not None:
+            is_choice = node_id == self._ri.choice
+            num_gone = len(blocks) - num_left
+            self._shadow.dropped(blocks[0].state.tick, num_gone, is_choice=is_choice)
+        super().dropped(node_id, num_left, may_return=may_return)
 
 
 def _bin(age_s: float) -> int:
