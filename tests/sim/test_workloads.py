@@ -274,6 +274,63 @@ def test_the_heavy_tenant_sends_its_share_and_reuses_nothing() -> None:
     assert len(beginnings) == 4
 
 
+def test_documents_in_turn_come_round_in_order_whatever_is_between() -> None:
+    trace = workload_named(
+        "cyclic", num_requests=500, seed=3, num_documents=7, one_off_share=0.3
+    )
+    beginnings = Counter(r.units[0] for r in trace.requests)
+    asked = [r.units[0] for r in trace.requests if beginnings[r.units[0]] > 1]
+
+    assert len(set(asked)) == 7
+    assert asked == [asked[place % 7] for place in range(len(asked))]
+    assert 0.2 < 1 - len(asked) / 500 < 0.4
+
+
+def test_documents_that_have_passed_are_never_asked_about_again() -> None:
+    trace = workload_named(
+        "drifting",
+        num_requests=2_000,
+        seed=3,
+        num_documents=40,
+        requests_per_step=100,
+        documents_per_step=10,
+    )
+    steps: dict[int, list[int]] = {}
+    for index, request in enumerate(trace.requests):
+        steps.setdefault(request.units[0], []).append(index // 100)
+
+    # Ten of forty leave at each step, so none stays longer than four.
+    assert max(seen[-1] - seen[0] for seen in steps.values()) == 3
+    assert len(steps) > 100
+
+
+def test_an_interlude_parts_a_chat_that_then_goes_on() -> None:
+    trace = workload_named("interlude", num_requests=900, rate=2.0, seed=5)
+    inner = [i for i, r in enumerate(trace.requests) if r.session is None]
+    crossing = [
+        r
+        for r in trace.requests[inner[-1] + 1 :]
+        if r.parent is not None and r.parent < inner[0]
+    ]
+    pause_s = trace.requests[inner[-1]].arrival_s - trace.requests[inner[0]].arrival_s
+
+    assert inner == list(range(inner[0], inner[0] + 300))
+    assert inner[0] == 300
+    assert len(crossing) > 10
+    assert all(r.think_s > pause_s for r in crossing)
+    chat = {unit for r in trace.requests if r.session for unit in r.units}
+    assert not chat & {unit for i in inner for unit in trace.requests[i].units}
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["chat", "documents"])
+@pytest.mark.parametrize("num_requests", [1, 2, 50])
+def test_an_interlude_may_be_all_or_nothing(num_requests: int, share: float) -> None:
+    trace = workload_named("interlude", num_requests=num_requests, seed=5, share=share)
+
+    assert len(trace.requests) == num_requests
+    assert {r.session is None for r in trace.requests} == {share == 1.0}
+
+
 # Words and numbers that mean nothing
 
 
@@ -302,6 +359,12 @@ def test_the_heavy_tenant_sends_its_share_and_reuses_nothing() -> None:
         ("documents", {"num_documents": 0}, "num_documents must be at least 1"),
         ("few-shot", {"num_tasks": 0}, "num_tasks must be at least 1"),
         ("heavy-tenant", {"num_light": 0}, "num_light must be at least 1"),
+        ("cyclic", {"num_documents": 0}, "num_documents must be at least 1"),
+        ("cyclic", {"one_off_share": 2.0}, "one_off_share must be from 0 to 1"),
+        ("drifting", {"num_documents": 0}, "num_documents must be at least 1"),
+        ("drifting", {"requests_per_step": 0}, "requests_per_step must be at least 1"),
+        ("drifting", {"documents_per_step": -1}, "documents_per_step must be at lea"),
+        ("interlude", {"share": -0.1}, "share must be from 0 to 1"),
         ("bursts", {"mix": "bursts"}, "mix must be another workload"),
         ("bursts", {"on_s": 0.0}, "on_s must be above 0"),
         ("bursts", {"mix": "chat", "share": 0.5}, "share: chat has no such parameter"),

@@ -41,7 +41,9 @@ def cyclic(
     check_count("num_documents", num_documents)
     rng = random.Random(seed)
     writer = PromptWriter()
-    shelf = [writer.new(draw_length(rng, document_length)) for _ in range(num_documents)]
+    shelf = [
+        writer.new(draw_length(rng, document_length)) for _ in range(num_documents)
+    ]
     drafts = []
     num_asked = 0
     for at_s in islice(poisson(rng, rate), num_requests):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from itertools import islice
 
+from stemkv.errors import ConfigError
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.arrivals import poisson
 from stemkv.sim.workloads.draft import Draft, trace_of
@@ -47,6 +48,10 @@ def drifting(
         ("requests_per_step", requests_per_step),
     ):
         check_count(name, count)
+    if documents_per_step < 0:
+        raise ConfigError(
+            f"documents_per_step must be at least 0, got {documents_per_step}"
+        )
     rng = random.Random(seed)
     writer = PromptWriter()
     popularity = Zipf(num_documents, exponent)
