@@ -896,7 +896,7 @@ class PrefixCache:
             if victim is None:
                 return
             node_id, num_blocks = victim
-            num_blocks = num_blocks or self.tree.node(node_id).num_blocks
+            assert num_blocks is not None, "no more than what is over the cap"
             self._evict_from(node_id, num_blocks, now)
 
     def _evict_from(self, node_id: int, num_blocks: int, now: float) -> int:
@@ -959,6 +959,7 @@ class PrefixCache:
         for keep in self._keeps:
             if (
                 keep.until <= now
+                or len(keep.tokens) <= start * self._block_bytes
                 or keep.namespace != lease.namespace
                 or domain not in (PUBLIC, keep.domain)
             ):

@@ -5,7 +5,8 @@ is, the eviction policy of that domain says. Sizes are blocks that are retained:
 tree, and held by no lease. Knows no nodes.
 
 A floor that its domain does not fill is lent to others, who give it back block by block
-when the domain needs it. A domain at or below its floor never loses a block to another.
+when the domain needs it. A domain at or below its floor never loses a block to another,
+but for the beginning of a span whose end went: nobody could match that.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class _Stock:
         self.awaited = Leaves()
         self.kept = Leaves()
         self.places: dict[int, _Tier] = {}  # evictable leaves
+        self.num_nodes = 0
 
 
 class Retention:
@@ -119,6 +120,7 @@ class Retention:
             self._session_of.get(node.id) == _session_of(lease, node)
             and (node.id in self._ephemeral) == _is_ephemeral(lease, node, start)
             and self._kept_until.get(node.id) == kept_until
+            and node.id not in self._ended
             and self._stock(node.domain).policy.can_extend(node.id, keys)
         )
 
@@ -147,6 +149,7 @@ class Retention:
     ) -> None:
         """A lease published blocks `start …`: a new node, or more of its own."""
         if node.num_blocks == num_blocks:
+            self._stock(node.domain).num_nodes += 1
             session = _session_of(lease, node)
             if session is not None:
                 self._session_of[node.id] = session
@@ -160,7 +163,7 @@ class Retention:
             start=start,
             num_blocks=num_blocks,
             keys=keys,
-            hint=lease.hint,
+            hint=_hint(lease, node),
             tick=tick,
             now=now,
         )
@@ -177,7 +180,7 @@ class Retention:
         if self._ephemeral:
             self._ephemeral.discard(node_id)  # evidently it is used more than once
         self._stock(node.domain).policy.used(
-            node_id, hint=lease.hint, tick=tick, now=now
+            node_id, hint=_hint(lease, node), tick=tick, now=now
         )
 
     def pinned(self, node: Node) -> None:
@@ -221,10 +224,12 @@ class Retention:
         until = self._kept_until.get(other)
         if until is not None:
             self._kept_until[one] = until
+        self._stock(lower.domain).num_nodes += 1
         self._stock(lower.domain).policy.split(one, other, num_blocks=upper.num_blocks)
 
     def merged(self, upper_id: int, lower: Node) -> None:
         """`lower` took over the blocks of the upper node."""
+        self._stock(lower.domain).num_nodes -= 1
         self._stock(lower.domain).policy.merged(upper_id, lower.id)
         self._forget_marks(upper_id)
 
@@ -239,6 +244,7 @@ class Retention:
         )
         if node.num_blocks == 0:
             self._forget_marks(node.id)
+            self._forget_stock(node.domain)
 
     # What is said of nodes
 
@@ -391,6 +397,20 @@ class Retention:
             self._withdraw(node_id)
             self._place(node_id, stock, now)
 
+    def _forget_stock(self, domain: Domain) -> None:
+        """Count a node that is gone; forget who has none and was promised nothing.
+
+        Names come from requests, so there may be any number of them.
+        """
+        stock = self._stock(domain)
+        stock.num_nodes -= 1
+        if (
+            self.quotas is not None
+            and stock.num_nodes == 0
+            and domain not in self.quotas.config.quotas
+        ):
+            del self._stocks[domain]
+
     def _leave_session(self, node_id: int) -> None:
         session = self._session_of.pop(node_id, None)
         if session is None:
@@ -417,6 +437,10 @@ def _session_of(lease: Lease, node: Node) -> _Session | None:
     if session is None or node.domain != lease.domain:
         return None
     return lease.domain, session
+
+
+def _hint(lease: Lease, node: Node) -> int:
+    return lease.hint if node.domain == lease.domain else 0
 
 
 def _is_ephemeral(lease: Lease, node: Node, index: int) -> bool:

@@ -30,7 +30,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import SchedulerConfig
@@ -98,6 +97,7 @@ class Scheduler:
         # Samples in flight by the id that was asked for, which they all keep taken.
         self._num_in_flight: dict[RequestId, int] = {}
         self._num_added = 0
+        self._num_moves = 0  # requests that started or stopped running
         self._num_fences = 0
         self._open_epoch = 0  # requests of later epochs wait for `lift_fence`
         self._num_by_epoch: dict[int, int] = {}  # samples in flight
@@ -435,6 +435,7 @@ class Scheduler:
         return (
             self._num_added,
             len(self._order),
+            self._num_moves,
             self._num_places,  # a sample may end and leave all its blocks to others
             cache.num_available_blocks,
             cache.num_lendable_blocks,
@@ -559,7 +560,7 @@ class Scheduler:
 
     def _first_waiting(self, now: float) -> Iterator[Waiting]:
         """Yield what the first waiting requests will look up, for eviction to know."""
-        for request in islice(self._order.candidates(now), self.config.lookahead):
+        for request in self._order.first(self.config.lookahead, now):
             yield Waiting(request.namespace, request.spec.domain, request.tokens)
 
     def _admit(self, step: _Step, now: float) -> None:
@@ -582,7 +583,7 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
-                spares_floor=self._spares_floor,
+                spares_floor=self._spares_floor(request.spec.domain),
                 owner=request.spec.owner,
                 hints=request.spec.hints,
                 now=now,
@@ -687,7 +688,7 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
-                spares_floor=self._spares_floor,
+                spares_floor=self._spares_floor(request.spec.domain),
             ),
             num_active=cache.num_active_blocks,
             num_shared=cache.tree.num_pinned_blocks,
@@ -735,15 +736,14 @@ class Scheduler:
             and leader.tokens.startswith(tokens)
         )
 
-    @property
-    def _spares_floor(self) -> bool:
-        """Whether admission leaves what the domain has retained up to its floor.
+    def _spares_floor(self, domain: Domain) -> bool:
+        """Whether admission leaves what a domain has retained up to its floor.
 
         Else the running requests of others, whose blocks cannot be evicted, would
-        squeeze a domain out of its floor. They end, and then there is room; alone, a
-        request may use everything.
+        squeeze it out of its floor. They end, and then there is room; beside requests
+        of its own it may use everything.
         """
-        return bool(self._running)
+        return any(each.spec.domain != domain for each in self._running)
 
     def _num_spare_blocks(self) -> int:
         """Blocks that admission leaves, so that running requests can grow a while."""
@@ -852,6 +852,7 @@ class Scheduler:
     ) -> None:
         """Give the request's blocks back; the published ones stay cached if sound."""
         self._wake(request)
+        self._num_moves += 1
         lease = _lease_of(request)
         self.cache.release(lease, now)
         if not is_sound:
@@ -867,6 +868,7 @@ class Scheduler:
             del requests[index]
 
     def _run(self, request: Request, num_places: int) -> None:
+        self._num_moves += 1
         request.num_places = num_places
         self._num_places += num_places
         insort(self._running, request, key=_order_key)

@@ -324,6 +324,7 @@ class ReuseIndexTwin(Twin):
             is_choice = node_id == self._ri.choice
             num_gone = len(blocks) - num_left
             self._shadow.dropped(blocks[0].state.tick, num_gone, is_choice=is_choice)
+        self._ri.choice = None
         super().dropped(node_id, num_left, may_return=may_return)
 
 

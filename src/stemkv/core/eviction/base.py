@@ -13,9 +13,10 @@ __all__ = ["EvictionPolicy"]
 
 
 class EvictionPolicy(Protocol):
-    """Chooses among unpinned leaves. Every hook is O(log n) or better, amortised.
+    """Chooses among unpinned leaves.
 
-    A node is a run of blocks with one history; victims lose their tail blocks first.
+    Every hook is O(log n) or better, amortised; `victim` may also look at every class
+    of leaves that a policy has. A node is a run of blocks with one history; victims lose their tail blocks first.
     `now` is in seconds and never decreases. `tick` numbers the events of the cache: it
     is the same for all nodes that one lease uses or releases at once, and higher for
     every later lease. Decisions use no randomness and have a total order.

@@ -114,7 +114,7 @@ class LruShadow:
         """Return how many more blocks that LRU holds the policy may evict.
 
         As many as it can afford to lose: what it is ahead of LRU, and beyond that
-        `share` of LRU's hits, but `seed` of the cache at least; over the share of such
+        `share` of LRU's hits (or of 1 % of what was asked for), but `seed` of the cache at least; over the share of such
         blocks that were asked for while LRU would have held them.
         """
         prior = _PRIOR_SHARE * self._num_blocks

@@ -3,8 +3,8 @@
 Owns what is remembered of every node, resident or evicted, and the choice among
 classes. The learning is `ReuseTimes`.
 
-A node's class is how often it was used (1, 2, more) and how long it was idle before the
-last use. Within a class the oldest leaf and the newest compete; the winner must beat the
+A node's class is how often it was used (1, 2, more), how long it was idle before the
+last use, and what its callers declared. Within a class the oldest leaf and the newest compete; the winner must beat the
 least recently used leaf by a margin, so that the policy is LRU where it knows nothing.
 """
 
@@ -143,8 +143,12 @@ class ReuseIndex:
             past.tick, past.last_used_s = tick, now
             return
         own = array("Q", keys)
+        # A run that must not be parted (it is of one span) has no past if it has two.
+        has_one_past = own[0] in self._ghosts and self._ghosts.num_alike(own) == len(
+            own
+        )
         ghost = self._ghosts.recall(own)
-        if ghost is None:
+        if ghost is None or not has_one_past:
             self._pasts[node_id] = _Past(start, own, hint, tick, now)
             return
         past = self._pasts[node_id] = ghost.part(start, own)
@@ -193,9 +197,12 @@ class ReuseIndex:
 
     def became_pinned(self, node_id: int) -> None:
         """Drop the node as a candidate."""
-        leaves = self._leaves.get(self._pasts[node_id].kind)
+        kind = self._pasts[node_id].kind
+        leaves = self._leaves.get(kind)
         if leaves is not None:
             leaves.discard(node_id)
+            if not leaves:
+                del self._leaves[kind]  # many classes, with hints; few have leaves
 
     def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
         """Remember what left, if equal blocks can come back."""
@@ -205,6 +212,7 @@ class ReuseIndex:
             self._shadow.dropped(
                 past.tick, len(gone), is_choice=node_id == self._choice
             )
+        self._choice = None
         if may_return:
             self._ghosts.remember(gone, past.part(past.start + num_left, array("Q")))
         if num_left:
@@ -231,10 +239,10 @@ class ReuseIndex:
             ):
                 oldest_id, oldest_tick, oldest_score = first, tick, score
                 oldest_kind = kind
-            if (
-                best_id is None
-                or score < best_score
-                or (score == best_score and tick < best_tick)
+            if best_id is None or (score, tick, first) < (
+                best_score,
+                best_tick,
+                best_id,
             ):
                 best_id, best_score, best_tick, best_kind = first, score, tick, kind
             last = leaves.last()
@@ -242,7 +250,7 @@ class ReuseIndex:
                 continue
             score, tick = self._score(kind, last, now)
             score *= _NEWEST_HANDICAP
-            if score < best_score or (score == best_score and tick < best_tick):
+            if (score, tick, last) < (best_score, best_tick, best_id):
                 best_id, best_score, best_tick, best_kind = last, score, tick, kind
         self._choice = None
         if best_id is None or best_id == oldest_id:

@@ -20,7 +20,7 @@ from bisect import bisect_right
 
 __all__ = ["AGE_EDGES", "Cohort", "ReuseTimes"]
 
-# Seconds. 22 bins, from 0 to 83 minutes; each 1.5 times as wide as the one before.
+# Seconds. 22 bins, from 0 to 83 minutes; each edge 1.5 times the one before.
 AGE_EDGES = (0.0, *(1.5**i for i in range(22)))
 _NUM_BINS = len(AGE_EDGES) - 1
 _WIDTHS = tuple(AGE_EDGES[i + 1] - AGE_EDGES[i] for i in range(_NUM_BINS))
@@ -126,7 +126,7 @@ class ReuseTimes:
     def error(self, kind: int) -> float:
         """Return the relative standard error of what is known of a class.
 
-        Blocks of one lease are used again together, so they are one observation.
+        Blocks of one node are used again together, so they are one observation.
         """
         weight = self._weights.get(kind, 0.0)
         if not weight:

@@ -29,5 +29,8 @@ class AdmissionOrder(Protocol):
     def candidates(self, now: float) -> Iterator[Request]:
         """Yield the waiting requests, next one first; pure."""
 
+    def first(self, num: int, now: float) -> Iterator[Request]:
+        """Yield the first `num` of `candidates`, in O(num)."""
+
     def __len__(self) -> int:
         """Return how many wait."""

@@ -40,6 +40,10 @@ class Fcfs:
         """Yield a snapshot, oldest first, so that admitting while iterating is safe."""
         return iter(tuple(self._waiting))
 
+    def first(self, num: int, now: float) -> Iterator[Request]:
+        """Yield the oldest, at most `num`."""
+        return iter(self._waiting[:num])
+
     def __len__(self) -> int:
         """Return how many wait."""
         return len(self._waiting)
