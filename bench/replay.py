@@ -349,6 +349,8 @@ def timed_hit_rate(
         block_size=block_size,
         num_replicas=num_replicas,
         watermark=0.0,
+        eviction="lru",  # as the peer's
+        lookahead=0,
     )
     return replay(trace, config, costs).tokens.hit_rate
 

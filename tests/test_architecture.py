@@ -266,8 +266,8 @@ def test_parts_of_the_core_know_only_what_they_should() -> None:
 
 
 def test_a_policy_knows_no_other_but_the_one_it_is_a_case_of() -> None:
-    """They share their tools, `leaves`, `ghosts` and `reuse_times`, and the protocol."""
-    tools = {"base", "leaves", "ghosts", "reuse_times"}
+    """They share their tools, `leaves`, `ghosts` and so on, and the protocol."""
+    tools = {"base", "leaves", "ghosts", "lru_shadow", "reuse_times"}
     found = {
         (module.name.rpartition(".")[2], name.rpartition(".")[2])
         for module in modules()

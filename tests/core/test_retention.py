@@ -700,7 +700,13 @@ def test_what_is_public_is_kept_whatever_a_caller_says() -> None:
 
 
 def test_a_parent_whose_children_are_refused_can_be_evicted_once() -> None:
-    cache = build()
+
+    class Strict(Lru):
+        def became_evictable(self, node_id: int, *, now: float) -> None:
+            assert node_id not in self._leaves
+            super().became_evictable(node_id, now=now)
+
+    cache = build(make_policy=Strict)
     serve(cache, "ab")
     leases = [hold(cache, f"ab{letter}", hints=ONCE) for letter in "xyz"]
 

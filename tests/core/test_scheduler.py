@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -499,12 +500,12 @@ def test_publishing_for_the_public_domain_itself_comes_to_an_end() -> None:
     class Impatient(Lru):
         num_published = 0
 
-        def published(self, node_id: int, *, num_blocks: int, now: float) -> None:
+        def published(self, node_id: int, **how: Any) -> None:
             self.num_published += 1
             assert self.num_published < 10, "the same blocks are published for ever"
-            super().published(node_id, num_blocks=num_blocks, now=now)
+            super().published(node_id, **how)
 
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Impatient())
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Impatient)
     text = tokens(LONG).buffer
     lease = cache.acquire(NAMESPACE, PUBLIC, text, num_slots=20, now=0.0)
     assert lease is not None

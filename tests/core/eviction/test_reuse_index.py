@@ -238,7 +238,7 @@ def test_hints_are_classes_whose_truth_is_learnt() -> None:
 def test_of_two_alike_the_one_that_is_worth_less_goes_first(
     worth: Callable[[int], float] | None,
 ) -> None:
-    script = Script(ReuseIndex(20, worth=worth))
+    script = learnt(ReuseIndex(20, worth=worth))
     script.serve("deep", start=9)
     script.wait(0.5)
     script.serve("shallow")

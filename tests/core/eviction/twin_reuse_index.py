@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -104,6 +104,11 @@ class Learner:
             return 1e-12 / (1.0 + age_s)
         return self._rates.get(kind, self._prior)[_bin(age_s)]
 
+    @property
+    def run(self) -> float:
+        weight, square = self._sums()
+        return square / weight if weight else 0.0
+
     def error(self, kind: Kind) -> float:
         weight, square = self._sums(kind)
         return math.sqrt(square) / weight if weight else math.inf
@@ -186,6 +191,7 @@ class ReuseIndexRule:
         worth: Callable[[int], float] | None = None,
         max_runs: float = 10_000.0,
     ) -> None:
+        self.num_blocks = num_blocks
         self.max_ghosts = 8 * num_blocks
         self.learner = Learner(max_runs=max_runs)
         self.shadow = LruShadow(num_blocks)
@@ -268,24 +274,28 @@ class ReuseIndexRule:
         self.choice = None
         if best == oldest or least >= 0.9 * score(oldest):
             return oldest
-        if not self._is_affordable(nodes[best][-1]) and not self._is_certain(
-            nodes[best][-1], least, nodes[oldest][-1], score(oldest)
+        if not self._is_affordable(nodes[best]) and not self._is_certain(
+            nodes[best], least, nodes[oldest][-1], score(oldest)
         ):
             return oldest
         self.choice = best
         return best
 
-    def _is_affordable(self, tail: Block) -> bool:
-        is_held = self.shadow.holds(tail.state.tick, tail.depth - 1)
-        return not is_held or self.shadow.num_free(0.002, 0.0) > 0
+    def _is_affordable(self, run: Sequence[Block]) -> bool:
+        is_held = self.shadow.holds(run[0].state.tick, run[0].depth - 1)
+        return not is_held or self.shadow.can_lose(len(run), share=0.004)
 
     def _is_certain(
-        self, best: Block, least: float, oldest: Block, most: float
+        self, best: Sequence[Block], least: float, oldest: Block, most: float
     ) -> bool:
-        """Half as good at most, by two standard errors on both sides."""
-        least *= 1 + 2.0 * self.learner.error(best.state.kind)
-        most *= 1 - 2.0 * self.learner.error(oldest.state.kind)
-        return least < 0.5 * most and self.shadow.num_free(0.007, 0.03) > 0
+        """Half as good at most, by a standard error on both sides."""
+        least *= 1 + self.learner.error(best[-1].state.kind)
+        most *= 1 - self.learner.error(oldest.state.kind)
+        seed = max(0.05 * self.num_blocks, self.learner.run)
+        stake = 0.25 * len(best)
+        return least < 0.5 * most and self.shadow.can_lose(
+            stake, share=0.007, seed=seed
+        )
 
 
 class ReuseIndexTwin(Twin):

@@ -659,8 +659,8 @@ def _eviction_table(
         f"and of {NUM_OWN_PROMPTS} prompts. Beyond a floor memory is lent: of "
         f"{beyond.num_retained} blocks, with a floor of {beyond.floor}, others took all "
         f"but {beyond.num_left}. A floor is about what is retained and not about room to "
-        f"run: while others' requests hold the rest of the memory, a tenant's next "
-        f"request makes room among its own blocks.",
+        f"run: while others' requests hold the rest of the memory, a request that grows "
+        f"makes room among its own tenant's blocks.",
     )
 
 
@@ -709,7 +709,7 @@ def _remaining_table(
             ),
             (
                 "that others' requests hold nearly all memory",
-                "own blocks make room for an own request, floor or not",
+                "own blocks make room for an own request that grows, floor or not",
                 f"{beyond.num_lost_running} blocks lost to itself",
                 "exact",
             ),

@@ -90,8 +90,8 @@ class Beyond:
     floor: int
     num_retained: int  # of a tenant that has filled the cache, floor and beyond
     num_left: int  # of that, after others took all that they could get
-    # Of a tenant that stays below its floor: lost by its own next request, because
-    # others' requests hold all other memory while they run.
+    # Of a tenant that stays below its floor: lost by a request of its own that grows,
+    # because others' requests hold all other memory while they run.
     num_lost_running: int
 
 
@@ -223,12 +223,17 @@ def measure_beyond() -> Beyond:
     running = Scene(_NUM_SCENE_BLOCKS, floors={ATTACKER: _SCENE_FLOOR})
     for prompt in _prompts("own", NUM_OWN_PROMPTS):
         running.use(ATTACKER, prompt)
+    lease = running.begin(ATTACKER, made_up_prompt("grows", 1, num_more=0))
+    assert lease is not None, "the cache is not full yet"
     num_before = running.num_held_by(ATTACKER)
     number = 0
-    while running.begin(VICTIM, made_up_prompt(f"runs {number}", 0)) is not None:
+    while True:
+        prompt = made_up_prompt(f"runs {number}", 1, num_more=0)
+        if running.begin(VICTIM, prompt) is None:
+            break
         number += 1
     assert 0 < number <= _NUM_SCENE_BLOCKS, "each of them holds a block"
-    running.begin(ATTACKER, made_up_prompt("next", _NUM_PROMPT_BLOCKS))
+    running.grow(lease, _NUM_PROMPT_BLOCKS * BLOCK_SIZE)
     return Beyond(
         floor=_SCENE_FLOOR,
         num_retained=num_retained,

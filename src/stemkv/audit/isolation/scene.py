@@ -89,6 +89,10 @@ class Scene:
             now=self._now,
         )
 
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        """Let a request get longer; `False`: there is no room for that now."""
+        return self._cache.grow(lease, num_tokens, self._now)
+
     def end(self, lease: Lease, prompt: TokenIds) -> None:
         """Let a request publish what it computed, and go."""
         self._cache.copied(lease, self._now)

@@ -16,6 +16,7 @@ __all__ = ["LruShadow"]
 
 _PRIOR_SHARE = 0.1  # of the cache: blocks that the prior of the loss is worth
 _LEAST_LOSS = 1e-3
+_HOPELESS_RATE = 0.0005  # of hits: LRU that has no more has nothing to lose
 _MEMORY = 4  # times the cache: blocks asked for until losses count half
 _LEAST_HIT_RATE = 0.01  # below that, LRU is not worth keeping up with
 
@@ -110,23 +111,31 @@ class LruShadow:
                 self._num_followed += both - group.num_both
         self._trim()
 
-    def num_free(self, share: float, seed: float) -> float:
-        """Return how many more blocks that LRU holds the policy may evict.
+    def can_lose(self, num_blocks: float, *, share: float, seed: float = 0.0) -> bool:
+        """Whether a run of blocks that LRU holds may be evicted.
 
-        As many as it can afford to lose: what it is ahead of LRU, and beyond that
-        `share` of LRU's hits (or of 1 % of what was asked for), but `seed` of the cache at least; over the share of such
-        blocks that were asked for while LRU would have held them.
+        What can be afforded is what the policy is ahead of LRU, and beyond that `share`
+        of LRU's hits (or of 1 % of what was asked for), but `seed` blocks at least. All
+        that LRU holds and we do not must not be expected to cost more, by the share of
+        such blocks that were asked for while LRU would have held them; and the run alone
+        must not cost more at worst, as its blocks are asked for together. Where LRU has
+        next to no hits, as in loops that are larger than the cache, anything can be.
         """
+        if (
+            self._num_asked > _MEMORY * self._num_blocks
+            and self._num_lru_hits < _HOPELESS_RATE * self._num_asked
+        ):
+            return True
         prior = _PRIOR_SHARE * self._num_blocks
         usual = self._num_lru_hits / (self._num_lru_hits + self._num_trimmed + 1)
         loss = (self._num_lost + prior * max(_LEAST_LOSS, usual)) / (
             self._num_lost + self._num_spared + prior
         )
         wealth = min(self._balance, self._num_blocks) + max(
-            share * max(self._num_lru_hits, _LEAST_HIT_RATE * self._num_asked),
-            seed * self._num_blocks,
+            share * max(self._num_lru_hits, _LEAST_HIT_RATE * self._num_asked), seed
         )
-        return wealth / loss - (self._num_held - self._num_both)
+        num_missing = self._num_held - self._num_both
+        return num_blocks <= wealth and loss * num_missing < wealth
 
     def holds(self, tick: int, start: int) -> bool:
         """Whether LRU holds the block at depth `start` of a group."""

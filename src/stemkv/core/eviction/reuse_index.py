@@ -26,13 +26,14 @@ _GAP_EDGES = (15.0, 90.0)  # seconds idle before the last use
 _GHOSTS_PER_BLOCK = 8
 _MARGIN = 0.9  # of the rate of the least recently used leaf: not below it is not better
 _NEWEST_HANDICAP = 2.5
-# How far it may fall behind LRU: by a share of LRU's hits, and where the evidence is
-# strong by a larger one and by a part of the cache.
-_SHARE = 0.002
+# How far it may fall behind LRU: by a share of LRU's hits; and where the evidence is
+# strong by a larger one, by a part of the cache or by one run, whichever is more.
+_SHARE = 0.004
 _STRONG_SHARE = 0.007
-_STRONG_SEED = 0.03
+_STRONG_SEED = 0.05
+_STRONG_STAKE = 0.25  # of a run, which is then unlikely to be asked for
 _STRONG_MARGIN = 0.5
-_NUM_ERRORS = 2.0  # standard errors on both sides
+_NUM_ERRORS = 1.0  # standard errors on both sides
 _NUM_PASTS = _MAX_USES * (len(_GAP_EDGES) + 2)
 
 
@@ -99,6 +100,7 @@ class ReuseIndex:
         *,
         worth: Callable[[int], float] | None = None,
     ) -> None:
+        self._num_blocks = num_blocks
         self._worth = worth
         self._times = ReuseTimes()
         self._pasts: dict[int, _Past] = {}  # by node id
@@ -258,18 +260,18 @@ class ReuseIndex:
         if best_score >= _MARGIN * oldest_score:
             return oldest_id
         past = self._pasts[best_id]
-        shadow = self._shadow
-        if (
-            shadow.holds(best_tick, past.start + len(past.keys) - 1)
-            and shadow.num_free(_SHARE, 0.0) <= 0
+        shadow, num_blocks = self._shadow, len(past.keys)
+        if shadow.holds(best_tick, past.start) and not shadow.can_lose(
+            num_blocks, share=_SHARE
         ):
-            # LRU would still have it, and losing it cannot be afforded; unless the
-            # evidence is strong.
-            worst = best_score * (1 + _NUM_ERRORS * self._times.error(best_kind))
-            least = oldest_score * (1 - _NUM_ERRORS * self._times.error(oldest_kind))
-            if (
-                worst >= _STRONG_MARGIN * least
-                or shadow.num_free(_STRONG_SHARE, _STRONG_SEED) <= 0
+            # Losing it cannot be afforded, unless the evidence is strong.
+            times = self._times
+            worst = best_score * (1 + _NUM_ERRORS * times.error(best_kind))
+            least = oldest_score * (1 - _NUM_ERRORS * times.error(oldest_kind))
+            if worst >= _STRONG_MARGIN * least or not shadow.can_lose(
+                _STRONG_STAKE * num_blocks,
+                share=_STRONG_SHARE,
+                seed=max(_STRONG_SEED * self._num_blocks, times.run),
             ):
                 return oldest_id
         self._choice = best_id

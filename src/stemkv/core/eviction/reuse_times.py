@@ -123,6 +123,11 @@ class ReuseTimes:
             return _BEYOND / (1.0 + age_s)
         return self._rates.get(kind, self._prior_rates)[at]
 
+    @property
+    def run(self) -> float:
+        """Blocks that one observation is: of the run that a block is in, on average."""
+        return self._square / self._weight if self._weight else 0.0
+
     def error(self, kind: int) -> float:
         """Return the relative standard error of what is known of a class.
 
