@@ -25,7 +25,6 @@ from stemkv.audit.verdict import AuditReport, Verdict
 from stemkv.core.cache import PrefixCache
 from stemkv.core.events import BlocksPublished, RequestAdmitted, RequestForked
 from stemkv.core.eviction import EvictionPolicy, ReuseIndex
-from stemkv.core.eviction.reuse_times import ReuseTimes
 from stemkv.core.identity import PUBLIC, Domain, DomainKind
 from stemkv.core.plan import StepPlan
 from stemkv.core.quota import Quota, QuotaConfig, Quotas
@@ -286,13 +285,13 @@ def policies_learn_from_all_tenants(patch: pytest.MonkeyPatch) -> None:
     def pooling(
         self: Retention, make_policy: Callable[[], EvictionPolicy], **rest: Any
     ) -> None:
-        known: list[ReuseTimes] = []
+        known: list[ReuseIndex] = []
 
         def make() -> EvictionPolicy:
             policy = make_policy()
             if isinstance(policy, ReuseIndex):
-                known.append(policy._times)
-                policy._times = known[0]
+                known.append(policy)
+                policy._times, policy._shadow = known[0]._times, known[0]._shadow
             return policy
 
         init(self, make, **rest)
