@@ -1077,7 +1077,12 @@ def test_what_ended_is_not_joined_with_what_is_used_again() -> None:
     cache = build(make_policy=Joining)
     serve(cache, "abcd", hints=CHAT)
     cache.end_session(ALICE, "chat", 1.0)
-    serve(cache, "ab?", hints=CHAT, now=2.0)
+    # It ends before it has published anything, so nothing branches off at the cut.
+    lease = cache.acquire(
+        NAMESPACE, ALICE, tokens("ab?"), num_slots=3, hints=CHAT, now=2.0
+    )
+    assert lease is not None
+    cache.release(lease, 2.0)
     serve(cache, "x", now=3.0)
 
     cache.evict(3, 4.0)
