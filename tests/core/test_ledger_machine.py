@@ -90,6 +90,10 @@ def reasons_of(
     if own:
         return {MissReason.EVICTED}
     reason = reason_of_others(entry, holders)
+    if entry.domain in refusing(driver, block):
+        # Who ends in the step that computes it publishes and refuses it at once, so
+        # the keeper, which looks between steps, has never seen it.
+        return {reason, MissReason.NOT_RETAINED}
     return {reason}
 
 
