@@ -43,6 +43,7 @@ from stemkv.core.tokens import (
     end_outside_span,
 )
 from stemkv.core.tree import Match, Node, PartialBlock, PrefixTree
+from stemkv.core.waiting import WaitingMatches
 from stemkv.errors import ConfigError, DoubleRelease, InvariantError, PromptTooLong
 
 __all__ = ["CacheUsage", "DomainUsage", "Peek", "PrefixCache"]
@@ -114,6 +115,7 @@ class PrefixCache:
         )
         self._digits = HintDigits()
         self._queue: Callable[[float], Iterable[Waiting]] | None = None
+        self._matches: WaitingMatches | None = None
         self._keeps: list[_Keep] = []
         self._emit: Callable[[CacheEvent], None] = _ignore
         self._block_bytes = config.block_size * TOKEN_BYTES
@@ -591,6 +593,15 @@ class PrefixCache:
         """
         self._queue = queue
 
+    def keep_matches(self) -> WaitingMatches:
+        """Return what will know, from now on, what waiting requests would match.
+
+        One for each cache: whoever queues requests adds them to it.
+        """
+        if self._matches is None:
+            self._matches = WaitingMatches(self.tree, self.config.block_size)
+        return self._matches
+
     def retire(self, namespace: bytes, now: float) -> int:
         """Fence a namespace: nothing in it can be matched or published any more.
 
@@ -605,6 +616,8 @@ class PrefixCache:
         root = self.tree.retire(namespace)
         if root is None:
             return 0
+        if self._matches is not None:
+            self._matches.retired(namespace)
         for node in reversed(tuple(_descendants(root))):  # children before parents
             if node.is_leaf and node.ref_count == 0:
                 self._drop_retired(node, now)
@@ -712,13 +725,18 @@ class PrefixCache:
             and self._retention.can_extend(node, lease, keys, kept_until)
         )
         if can_extend:
+            num_before = node.num_blocks
             self.tree.extend(node, tokens[begin:end], own)
+            if self._matches is not None:
+                self._matches.extended(node, num_before)
         else:
             node = self.tree.add(
                 node, domain, tokens[begin:end], own, owner=lease.owner
             )
             self.tree.pin_child(node)
             lease.node = node
+            if self._matches is not None:
+                self._matches.added(node)
         assert lease.namespace is not None, "a lease with a node has a namespace"
         if self.ledger is not None:
             self.ledger.published(
@@ -821,6 +839,8 @@ class PrefixCache:
 
     def _split(self, node: Node, num_blocks: int, now: float) -> Node:
         upper = self.tree.split(node, num_blocks)
+        if self._matches is not None:
+            self._matches.split(upper, node)
         self._retention.split(upper, node)
         if self.ledger is not None:
             self.ledger.split(upper, node, now)
@@ -869,6 +889,8 @@ class PrefixCache:
             lower = self.tree.mergeable(step)
             if lower is not None and self._retention.can_merge(step, lower):
                 self.tree.merge(step, lower)
+                if self._matches is not None:
+                    self._matches.merged(step, lower)
                 self._retention.merged(step.id, lower)
                 if self.ledger is not None:
                     self.ledger.merged(step.id, lower, now)
@@ -928,6 +950,8 @@ class PrefixCache:
         if self.ledger is not None:
             self.ledger.dropping(node, keep, reason=reason, now=now)
         dropped = self.tree.trim(node, node.num_blocks - keep)
+        if self._matches is not None:
+            self._matches.trimmed(node)
         dropped.reverse()
         self.pool.reclaim(dropped)
         parent = node.parent

@@ -168,6 +168,10 @@ class PrefixTree:
         """Return a copy of the live namespaces and their roots."""
         return dict(self._roots)
 
+    def live_root(self, namespace: bytes) -> Node | None:
+        """Return the root of a live namespace; `None` where nothing was published."""
+        return self._roots.get(namespace)
+
     # Questions
 
     def match(
@@ -183,16 +187,7 @@ class PrefixTree:
             return Match(None, 0, 0, None)
         limit_bytes = limit * TOKEN_BYTES
         end = limit_bytes - limit_bytes % self._block_bytes
-        publics: list[tuple[Node, int]] = []
-        ends = [self._descend(root, PUBLIC, tokens, 0, end, publics)]
-        if domain.kind is not DomainKind.PUBLIC:
-            # A private branch may leave the public path at any of its nodes, and may
-            # go further than the public path itself.
-            ends += [
-                self._descend(start, domain, tokens, start_offset, end, None)
-                for start, start_offset in reversed(publics)
-                if domain in start.children
-            ]
+        ends = self.ends(root, domain, tokens, end=end)
         longest = max(offset for _, _, offset in ends)
         best: Match | None = None
         best_tokens = -1
@@ -210,6 +205,26 @@ class PrefixTree:
                 )
         assert best is not None, "the root itself is an end"
         return best
+
+    def ends(
+        self, root: Node, domain: Domain, tokens: bytes, *, end: int
+    ) -> list[tuple[Node, int, int]]:
+        """Return where the public path and each private branch of it end.
+
+        As (node, leading blocks of its edge that agree, bytes that agree up to there),
+        the public one first. `end` is a byte offset at a block boundary; pure.
+        """
+        publics: list[tuple[Node, int]] = []
+        ends = [self._descend(root, PUBLIC, tokens, 0, end, publics)]
+        if domain.kind is not DomainKind.PUBLIC:
+            # A private branch may leave the public path at any of its nodes, and may
+            # go further than the public path itself.
+            ends += [
+                self._descend(start, domain, tokens, start_offset, end, None)
+                for start, start_offset in reversed(publics)
+                if domain in start.children
+            ]
+        return ends
 
     def child(self, node: Node, domain: Domain, block: bytes) -> Node | None:
         """Return the child of exactly this domain that starts with `block`."""
