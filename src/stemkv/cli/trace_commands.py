@@ -116,7 +116,12 @@ def replay(
     hints: HintsOption = "trace",
     wrong_hints: WrongHintsOption = 0.0,
     lookahead: LookaheadOption = None,
-    order: Annotated[str, typer.Option(help="Who is admitted: fcfs.")] = "fcfs",
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Who goes first: fair, fcfs, lpm, dfs, residual or deadline."
+        ),
+    ] = "fair",
     sharing: Annotated[
         str, typer.Option(help="Between tenants: isolated, shared or public.")
     ] = "isolated",
@@ -162,6 +167,7 @@ def replay(
         from stemkv.cli.deployment import DeploymentOptions
         from stemkv.cli.replay import DEMO, Outputs, ReplayOptions, run_replay
         from stemkv.cli.traces import TraceOptions
+        from stemkv.core.orders import OrderConfig
         from stemkv.errors import ConfigError
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
@@ -225,7 +231,7 @@ def replay(
                 routing=routing,
                 eviction=eviction,
                 objective=objective,
-                order=order,
+                order=OrderConfig(name=order),
                 sharing=SharingRule(name=sharing),
                 hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
@@ -313,7 +319,9 @@ def sweep(
     hints: HintsOption = "trace",
     wrong_hints: WrongHintsOption = 0.0,
     lookahead: LookaheadOption = None,
-    order: Annotated[str, typer.Option(help="List of: fcfs.")] = "fcfs",
+    order: Annotated[
+        str, typer.Option(help="List of: fair, fcfs, lpm, dfs, residual, deadline.")
+    ] = "fair",
     sharing: Annotated[
         str | None,
         typer.Option(

@@ -13,7 +13,8 @@ from stemkv.core.hints import Hints
 from stemkv.core.identities import Identities
 from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
 from stemkv.core.ledger import Ledger
-from stemkv.core.order import AdmissionOrder, Fcfs
+from stemkv.core.order import Fair, Fcfs, Order
+from stemkv.core.orders import OrderConfig
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
@@ -26,7 +27,6 @@ from stemkv.core.tokens import Span, TokenIds
 __all__ = [
     "PUBLIC",
     "UNKNOWN",
-    "AdmissionOrder",
     "BlockCopy",
     "BlockTable",
     "CacheConfig",
@@ -37,6 +37,7 @@ __all__ = [
     "Domain",
     "EvictionConfig",
     "EvictionPolicy",
+    "Fair",
     "Fcfs",
     "FinishReason",
     "FittedCost",
@@ -47,6 +48,8 @@ __all__ = [
     "LedgerEntry",
     "Lru",
     "MissReason",
+    "Order",
+    "OrderConfig",
     "Peek",
     "PrefixCache",
     "Quota",

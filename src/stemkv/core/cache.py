@@ -213,17 +213,17 @@ class PrefixCache:
         *,
         num_slots: int,
         num_spare: int = 0,
+        num_retained: int = 0,
         spares_floor: bool = False,
     ) -> int:
         """Return how many more blocks had to be available for `acquire` to succeed."""
         match = self._match(namespace, domain, tokens)
         num_fresh = self.num_blocks_for(num_slots) - match.num_blocks
-        room = self._num_room(
-            domain,
-            num_used=self._num_available_on(match, domain),
-            spares_floor=spares_floor,
-        )
-        return max(0, num_fresh + num_spare - room)
+        num_used = self._num_available_on(match, domain)
+        room = self._num_room(domain, num_used=num_used, spares_floor=spares_floor)
+        num_short = num_fresh + num_spare - room
+        num_short = max(num_short, self._num_below(num_retained, num_fresh, num_used))
+        return max(0, num_short)
 
     def num_public_blocks(self, namespace: bytes | None, tokens: bytes) -> int:
         """Return how many leading whole blocks lie inside a declared public prefix."""
@@ -288,6 +288,7 @@ class PrefixCache:
         *,
         num_slots: int,
         num_spare: int = 0,
+        num_retained: int = 0,
         spares_floor: bool = False,
         owner: str | None = None,
         hints: Hints = NO_HINTS,
@@ -299,7 +300,8 @@ class PrefixCache:
         and at most `len(tokens) - 1` of them are matched; `None` means not now, and
         leaves everything bit-identical. `num_spare` available blocks must be left
         over; `spares_floor`: and what the domain has retained up to its own floor, as
-        others will give their blocks back later. If the match ends inside a block,
+        others will give their blocks back later; nothing is evicted if less than
+        `num_retained` cached blocks would stay. If the match ends inside a block,
         `lease.copy` says what the driver must copy first (then call `copied`). `owner`
         is the tenant on whose account the blocks are, by default the name of the
         domain. The caller releases the lease exactly once.
@@ -322,6 +324,8 @@ class PrefixCache:
         num_used = self._num_available_on(match, domain)
         room = self._num_room(domain, num_used=num_used, spares_floor=spares_floor)
         if num_fresh > room - num_spare:
+            return None
+        if self._num_below(num_retained, num_fresh, num_used) > 0:
             return None
         partial = match.partial
         if partial is not None:
@@ -1042,6 +1046,13 @@ class PrefixCache:
             num_used=num_used,
             spares_floor=spares_floor,
         )
+
+    def _num_below(self, num_retained: int, num_fresh: int, num_used: int) -> int:
+        """Return how far evicting for fresh blocks would go below what is retained."""
+        num_evicted = num_fresh - self.pool.num_free
+        if num_evicted <= 0 or num_retained == 0:
+            return 0
+        return num_retained - (self.tree.num_unpinned_blocks - num_used - num_evicted)
 
     def _num_available_on(self, match: Match, domain: Domain) -> int:
         """Return how many of the matched blocks are available to a domain as room."""

@@ -239,6 +239,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_tokens(request.tokens, lease)
         _check_fence(request, lease)
     _check_epochs(scheduler)
+    _check_queue(scheduler, waiting, running)
     coasting = [r for r in running if r.is_coasting]
     stepping = sorted(
         (r for r in running if not r.is_coasting), key=lambda r: r.order_key
@@ -250,6 +251,51 @@ def check_scheduler(scheduler: Scheduler) -> None:
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)
+
+
+def _check_queue(
+    scheduler: Scheduler, waiting: list[Request], running: list[Request]
+) -> None:
+    """What waits is known to order, index and backlog; holds have live leaders."""
+    matches, service = scheduler._matches, scheduler.service
+    matches.check()
+    _equal("requests whose matches are kept", len(matches), len(waiting))
+    pending = set(matches.take_moved())
+    for request_id in pending:  # put back: asking must not change what follows
+        matches._moved[request_id] = None
+    size = scheduler.cache.config.block_size
+    for request in waiting:
+        if request.request_id not in pending:
+            _equal(
+                f"cached of {request.request_id}",
+                request.num_cached,
+                matches.num_blocks(request.request_id) * size,
+            )
+    unfinished = {r.request_id: r for r in running if r.is_unfinished}
+    _require(unfinished == scheduler._unfinished, "unfinished prefills are not known")
+    queued = [*waiting, *unfinished.values()]
+    if not pending:
+        backlog = sum(r.num_tokens - r.num_ready for r in queued)
+        _equal("backlog of all", service.backlog, backlog)
+    _equal(
+        "backlog of tenants",
+        sum(s.backlog for s in service.tenants.values()),
+        service.backlog,
+    )
+    _equal(
+        "queued of tenants",
+        sum(s.num_queued for s in service.tenants.values()),
+        len(queued),
+    )
+    for request_id, hold in scheduler._holds.items():
+        _require(
+            hold.leader.request_id in unfinished,
+            f"{request_id} is held for {hold.leader.request_id}, whose prefill is over",
+        )
+        _require(
+            hold.request.state is not RequestState.RUNNING,
+            f"{request_id} runs and is held",
+        )
 
 
 def _check_marks(retention: Retention, nodes: Mapping[int, Node]) -> None:

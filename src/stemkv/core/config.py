@@ -5,6 +5,7 @@ Owns limits and defaults. Environment variables and files are somebody else's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stemkv.errors import ConfigError
@@ -43,12 +44,30 @@ class SchedulerConfig:
     # Waiting requests, from the front, whose cached prefixes go late when memory is
     # short; 0: eviction does not look at the queue.
     lookahead: int = 32
+    # Predicted seconds that a step may take, besides its token budget, so that decodes
+    # beside long prompts get their next token in time: 0.8 of the time per output token
+    # that is promised is a good choice. `None`: as long as its tokens take.
+    step_time_s: float | None = None
+    # Blocks of retained prefixes that admission leaves, however many wait. 0 is best
+    # for open traffic; fleets of agents that outgrow memory may gain from more.
+    retained_floor_blocks: int = 0
 
     def __post_init__(self) -> None:
         for field in ("token_budget", "max_num_running"):
             _at_least(field, getattr(self, field), 1)
         _at_least("max_steps_awaiting", self.max_steps_awaiting, 0)
         _at_least("lookahead", self.lookahead, 0)
+        _at_least("retained_floor_blocks", self.retained_floor_blocks, 0)
+        step_time_s = self.step_time_s
+        if step_time_s is not None and (
+            not isinstance(step_time_s, int | float)
+            or isinstance(step_time_s, bool)
+            or not 0 < step_time_s < math.inf
+        ):
+            raise ConfigError(
+                f"step_time_s must be a number of seconds above 0, or None, "
+                f"got {step_time_s!r:.80}"
+            )
         if self.max_request_tokens is not None:
             _at_least("max_request_tokens", self.max_request_tokens, 2)
         if self.max_num_running > self.token_budget:

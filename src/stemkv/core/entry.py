@@ -5,10 +5,12 @@ Owns the record and the reasons. Knows nothing of how they are found out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from stemkv.core.identity import Domain
+from stemkv.core.service import ShareOfWork
+from stemkv.core.waits import Wait, WaitReason
 
 __all__ = [
     "DropReason",
@@ -16,6 +18,8 @@ __all__ = [
     "Miss",
     "MissReason",
     "Regret",
+    "Stall",
+    "StepSavings",
     "first",
     "without",
 ]
@@ -61,6 +65,28 @@ class Regret:
     delay_s: float  # eviction to the request
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Once that a request waited because memory was short, and who held it then."""
+
+    start_s: float
+    end_s: float
+    num_missing_blocks: int  # more would have had to be available
+    # The running requests that held most, and how many blocks each; what they share is
+    # counted for each of them.
+    active: tuple[tuple[str, int], ...]
+    retained: tuple[tuple[str, int], ...]  # account → cached blocks, the most first
+
+
+@dataclass(slots=True)
+class StepSavings:
+    """What the hits of one step saved, by the ledger's cost model."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    joules: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
     """One request: what it found, what it missed, what it left. Tokens of the prompt.
@@ -87,6 +113,7 @@ class LedgerEntry:
     writers: dict[str, int]  # tenant who brought them in → tokens reused
     regrets: tuple[Regret, ...]
     stall_s: float = 0.0  # waited because memory was short
+    stalls: tuple[Stall, ...] = ()
     num_retained_blocks: int = 0  # published by it
     # Known at the end
     ended_s: float | None = None
@@ -95,6 +122,10 @@ class LedgerEntry:
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    # Work ahead of it when it came, and run until its first token.
+    share: ShareOfWork | None = None
+    waits: tuple[Wait, ...] = ()  # the first ones, in order
+    wait_s: dict[WaitReason, float] = field(default_factory=dict)
 
     @property
     def first_miss(self) -> Miss | None:

@@ -27,13 +27,17 @@ from stemkv.core.entry import (
     Miss,
     MissReason,
     Regret,
+    Stall,
+    StepSavings,
     first,
     without,
 )
 from stemkv.core.history import Booking, History
 from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.service import ShareOfWork
 from stemkv.core.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.tree import Node
+from stemkv.core.waits import Waits
 from stemkv.errors import InvariantError
 
 __all__ = [
@@ -84,7 +88,8 @@ class Ledger:
         self._prefixes: dict[int, PrefixAccount] = {}  # by node id, resident
         self._facts: dict[bytes, Mapping[str, object]] = {}  # by namespace
         self._open: dict[str, LedgerEntry] = {}
-        self._stalled: dict[str, tuple[str, float]] = {}  # request → tenant, since when
+        self._stalled: dict[str, _OpenStall] = {}  # by request
+        self._step = StepSavings()  # since `take_step`
         # What the entries of ended requests add up to.
         self._num_prompt = 0
         self._num_unreached = 0  # of those, not computed before an abort
@@ -310,10 +315,22 @@ class Ledger:
         num_active: int,
         num_shared: int,
         num_cached: int,
+        holders: tuple[tuple[str, int], ...],
         now: float,
     ) -> None:
-        """Book that admission has to wait for memory, once for each stall."""
-        self._stalled[request_id] = (tenant, now)
+        """Book that admission has to wait for memory, once for each stall.
+
+        `holders` are running requests and their blocks, those that hold most.
+        """
+        retained = [
+            (name, account.num_cached_blocks)
+            for name, account in self._accounts.items()
+            if account.num_cached_blocks
+        ]
+        retained.sort(key=lambda pair: (-pair[1], pair[0]))
+        self._stalled[request_id] = _OpenStall(
+            tenant, now, num_missing, holders, tuple(retained)
+        )
         account = self._account(tenant, now)
         account.num_stalls += 1
         stalls = self.stalls
@@ -343,6 +360,8 @@ class Ledger:
         num_recomputed: int,
         num_output: int,
         num_preemptions: int,
+        share: ShareOfWork | None = None,
+        waits: Waits | None = None,
         now: float,
     ) -> None:
         """Close a request's entry; one that was never admitted has none."""
@@ -369,6 +388,10 @@ class Ledger:
         entry.num_recomputed_tokens = num_recomputed
         entry.num_output_tokens = num_output
         entry.num_preemptions = num_preemptions
+        entry.share = share
+        if waits is not None:
+            entry.waits = tuple(waits.spans)
+            entry.wait_s = dict(waits.seconds)
         self._num_prompt += entry.num_prompt_tokens
         self._num_unreached += num_missed - num_computed
         self._num_reused += num_reused
@@ -383,6 +406,11 @@ class Ledger:
         entries = tuple(self._ended)
         self._ended.clear()
         return entries
+
+    def take_step(self) -> StepSavings:
+        """Return and forget what hits have saved since the last call."""
+        savings, self._step = self._step, StepSavings()
+        return savings
 
     # What blocks do
 
@@ -513,6 +541,9 @@ class Ledger:
             account = self._prefixes[node.id]
             account.hit(low, high)
             entry.saved_s += seconds
+            self._step.num_tokens += high - low
+            self._step.seconds += seconds
+            self._step.joules += self.cost.prefill_joules(low, high)
             entry.num_reused_tokens += high - low
             if entry.reused and entry.reused[-1][1] == low:
                 low_before, _ = entry.reused.pop()
@@ -595,13 +626,22 @@ class Ledger:
         )
 
     def _end_stall(self, request_id: str, now: float) -> None:
-        tenant, since = self._stalled.pop(request_id, ("", now))
-        if since == now:
+        stall = self._stalled.pop(request_id, None)
+        if stall is None or stall.since_s == now:
             return
-        self._account(tenant, now).stall_s += now - since
+        self._account(stall.tenant, now).stall_s += now - stall.since_s
         entry = self._open.get(request_id)
         if entry is not None:
-            entry.stall_s += now - since
+            entry.stall_s += now - stall.since_s
+            entry.stalls += (
+                Stall(
+                    start_s=stall.since_s,
+                    end_s=now,
+                    num_missing_blocks=stall.num_missing,
+                    active=stall.holders,
+                    retained=stall.retained,
+                ),
+            )
 
     def _account(self, name: str, now: float) -> Account:
         account = self._accounts.get(name)
@@ -636,6 +676,15 @@ class Ledger:
             stop=account.end // self.block_size,
             account=account,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStall:
+    tenant: str
+    since_s: float
+    num_missing: int
+    holders: tuple[tuple[str, int], ...]
+    retained: tuple[tuple[str, int], ...]
 
 
 def account_of(domain: Domain, owner: str) -> str:

@@ -20,8 +20,10 @@ from typing import NewType
 
 from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.service import ShareOfWork
 from stemkv.core.table import Lease
 from stemkv.core.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.waits import Waits
 from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
 
 __all__ = [
@@ -73,6 +75,8 @@ class RequestSpec:
     start_position: int = 0  # position of the first token
     # On whose account its blocks are; `None`: the name of the domain.
     tenant: str | None = None
+    # What the operator calls requests of this kind, for orders that tell them apart.
+    request_class: str | None = None
     hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
@@ -120,6 +124,12 @@ class RequestSpec:
                 "tenant must be a name, or None for that of the domain, got ''",
                 field="tenant",
             )
+        if self.request_class is not None and not isinstance(self.request_class, str):
+            raise RequestError(
+                f"request_class must be a name or None, "
+                f"got {type(self.request_class).__name__}",
+                field="request_class",
+            )
         if not math.isfinite(self.arrival_s):
             raise RequestError(
                 f"arrival_s must be finite to have a place in an order, "
@@ -166,18 +176,24 @@ class Request:
         "first_scheduled_s",
         "is_cancelled",
         "is_coasting",
+        "is_late",
+        "is_unfinished",
         "lease",
         "namespace",
+        "num_cached",
         "num_computed",
         "num_counted",
         "num_places",
         "num_preemptions",
+        "num_public",
         "num_steps_awaiting",
         "request_id",
         "sample",
         "sequence_number",
+        "share",
         "spec",
         "state",
+        "waits",
     )
 
     def __init__(self, spec: RequestSpec, sequence_number: int) -> None:
@@ -189,6 +205,10 @@ class Request:
         self.sequence_number = sequence_number  # order of `add`, breaks ties
         self.state = RequestState.WAITING
         self.lease: Lease | None = None
+        # Leading tokens that are cached for it: while it waits, in whole blocks as of
+        # now; from its start on, those that it found then.
+        self.num_cached = 0
+        self.num_public = 0  # of those, up to where what it matches is public
         self.num_computed = 0  # leading tokens whose KV is in the table
         self.num_counted = 0  # leading tokens that `counts` has seen
         self.counts = TokenCounts()
@@ -197,6 +217,10 @@ class Request:
         self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
         self.is_cancelled = False  # cancelled while its step was in flight
         self.is_coasting = False  # decodes tokens that the driver told ahead
+        self.is_unfinished = False  # started, and its prefill is not done
+        self.is_late = False  # its time for starting has passed, where it has one
+        self.share = ShareOfWork()
+        self.waits = Waits(spec.arrival_s)
         self.first_scheduled_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self._buffer = spec.prompt.buffer
@@ -231,6 +255,23 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 when decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_ready(self) -> int:
+        """Leading tokens that it need not compute any more."""
+        if self.state is RequestState.RUNNING:
+            return self.num_computed
+        return self.num_cached
+
+    @property
+    def num_ready_in_public(self) -> int:
+        """The same, if it had found nothing but what is public.
+
+        So nothing of a private cache shows in it.
+        """
+        if self.state is RequestState.RUNNING:
+            return self.num_public + max(0, self.num_computed - self.num_cached)
+        return self.num_public
 
     @property
     def is_prefilling(self) -> bool:

@@ -4,16 +4,16 @@ Owns the requests in flight and their states. Knows the cache only through
 `PrefixCache`, the order of admission only through its protocol, and neither tensors
 nor text. A driver alternates `schedule` and `commit`.
 
-One step, one token budget:
+One step, one budget of tokens and, if costs predict it, of time:
 
 1. every decoding request gets its next token (oldest first);
-2. running prefills continue, oldest first, in chunks of what is left;
-3. waiting requests start, in the admission order, while budget, places and blocks
-   last. A request whose next block somebody is computing right now waits for it.
+2. the order picks who gets the next chunk of what is left, unfinished prefills and
+   waiting requests alike, while budget, places and blocks last. A request whose next
+   block somebody is computing right now is held until that is done.
 
-When a decode needs a block and none is available, the youngest running request is
-preempted: what it computed is published and stays cached, and it comes back to its
-place in the order. The oldest request is never preempted for another, so it always
+When a decode needs a block and none is available, a running request that the order
+names is preempted: what it computed is published and stays cached, and it comes back to
+its place in the order. The oldest request is never preempted for another, so it always
 ends, and then the next oldest: nobody waits for ever.
 
 A driver that knows what a request will sample, a replay, may let it coast: its decodes
@@ -29,10 +29,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import SchedulerConfig
+from stemkv.core.cost import CostModel, StepShape
 from stemkv.core.events import (
     Event,
     PrefixAwaited,
@@ -47,7 +48,7 @@ from stemkv.core.events import (
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.ledger import Ledger
 from stemkv.core.lookahead import Waiting
-from stemkv.core.order.base import AdmissionOrder
+from stemkv.core.order.base import Order, Pick
 from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
 from stemkv.core.request import (
     FinishReason,
@@ -56,9 +57,12 @@ from stemkv.core.request import (
     RequestSpec,
     RequestState,
 )
+from stemkv.core.service import Service
 from stemkv.core.table import BlockCopy, Lease
 from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
+from stemkv.core.waits import WaitReason
 from stemkv.errors import (
+    ConfigError,
     DuplicateRequest,
     InvalidLimit,
     InvariantError,
@@ -67,29 +71,57 @@ from stemkv.errors import (
 
 __all__ = ["Scheduler"]
 
+# Prefill tokens that a step takes however long it is predicted to be, so that prefills
+# get on beside any number of decodes.
+_LEAST_PREFILL = 64
+_MOST_HOLDERS = 5  # that are named where an admission waits for memory
+
 
 class Scheduler:
     """Decides each step. Deterministic: equal calls give equal plans.
 
     Takes over the cache's event sink; events of cache and requests come out of
-    `commit` and `take_events` in the order they happened.
+    `commit` and `take_events` in the order they happened. `costs` predict how long a
+    step takes, which only `step_time_s` asks for.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, order: AdmissionOrder
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        order: Order,
+        *,
+        costs: CostModel | None = None,
     ) -> None:
+        if config.step_time_s is not None and costs is None:
+            raise ConfigError(
+                "step_time_s needs a cost model, to predict how long a step takes; "
+                "give costs (`stemkv calibrate` measures them), or limit steps by "
+                "token_budget alone"
+            )
         self.config = config
         self.cache = cache
+        self.service = Service()
+        self._costs = costs
         self._order = order
+        self._matches = cache.keep_matches()
+        order.watch(self._matches)
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by arrival
         self._stepping: list[Request] = []  # of those, the ones that do not coast
+        self._unfinished: dict[RequestId, Request] = {}  # of those, prefills
+        self._holds: dict[RequestId, _Hold] = {}
+        self._followers: dict[RequestId, dict[RequestId, None]] = {}  # by leader
+        self._hold_ends: list[tuple[int, int, _Hold]] = []  # heap, by plan number
+        self._num_holds = 0
+        self._fenced: dict[RequestId, Request] = {}
         self._num_places = 0  # taken by running requests
         self._coasts: dict[RequestId, _Coast] = {}
         # (first step in which it does not coast, order, since when it does, its coast):
         # one that began again may wake in the same step as it did before.
         self._wakes: list[tuple[int, tuple[float, int, int], int, _Coast]] = []
         self._coasting_context = 0  # sum of contexts in the next step
+        self._coasting_tenants: dict[str, int] = {}
         self._num_committed = 0
         # The state in which admission last found that the next one has no place or no
         # memory: while it lasts, asking again gives the same.
@@ -185,7 +217,8 @@ class Scheduler:
         request.epoch = self._num_fences
         self._num_added += 1
         self._take_in(request)
-        self._order.add(request)
+        self._enqueue(request)
+        self.service.came(request.share, spec.owner)
         return request
 
     def cancel(
@@ -204,7 +237,7 @@ class Scheduler:
         if request is None or request.is_cancelled:
             return False
         if request.state is not RequestState.RUNNING:
-            self._order.remove(request_id)
+            self._dequeue(request)
             self._abort(request, reason, now)
         elif self._pending is not None and (
             request.is_coasting
@@ -241,7 +274,8 @@ class Scheduler:
         num_output = request.num_output_tokens
         if request.state is RequestState.RUNNING:
             self._stop_running(request, now)
-            self._order.add(request)
+        else:
+            self._dequeue(request)
         request.start_over(
             namespace,
             adapter,
@@ -251,6 +285,8 @@ class Scheduler:
         self._leave_epoch(request)
         request.epoch = self._num_fences
         self._enter_epoch(request)
+        self._enqueue(request)
+        request.waits.now_for(WaitReason.QUEUE, now)
         if self.cache.ledger is not None:
             self.cache.ledger.restarted(request_id)
         self._events.append(
@@ -268,6 +304,7 @@ class Scheduler:
         request.namespace = None
         if request.lease is not None:
             self.cache.cut_off(request.lease)
+        self._match_again(request)
 
     def fence(self) -> int:
         """Begin a new epoch: requests added from now on wait for `lift_fence` of it."""
@@ -283,6 +320,10 @@ class Scheduler:
             )
         self._open_epoch = max(self._open_epoch, epoch)
         self._blocked_at = None
+        for request in tuple(self._fenced.values()):
+            if request.epoch <= self._open_epoch:
+                del self._fenced[request.request_id]
+                self._order.release(request)
 
     def retire(self, namespace: bytes, now: float) -> int:
         """Fence a namespace in the cache, for requests in flight as well.
@@ -294,6 +335,7 @@ class Scheduler:
         for request in self._requests.values():
             if request.namespace == namespace:
                 request.namespace = None
+                self._match_again(request)
         return self.cache.retire(namespace, now)
 
     def schedule(self, now: float) -> StepPlan:
@@ -309,19 +351,21 @@ class Scheduler:
             coast = heappop(self._wakes)[-1]
             if self._is_live(coast):
                 self._wake(coast.request)
+        self._end_holds()
         step = _Step(self.config.token_budget - len(self._coasts))
-        prefilling = []
         for request in tuple(self._stepping):
-            if request.state is not RequestState.RUNNING:
-                continue  # an older one took its blocks
-            if request.is_prefilling:
-                prefilling.append(request)
-            else:
+            # An older one may have taken its blocks.
+            if request.state is RequestState.RUNNING and not request.is_unfinished:
                 self._schedule_decode(request, step, now)
-        for request in prefilling:
-            if request.state is RequestState.RUNNING:
-                self._schedule_chunk(request, step, now)
-        self._admit(step, now)
+        decodes = self._decodes(step)
+        if self.config.step_time_s is not None:
+            self._predict(step)
+        self._order.begin(now, admits=not step.has_preempted)
+        self._fill(step, now)
+        self._note_pauses(step, now)
+        for tenant, num_tokens in decodes.items():
+            self._order.decoded(tenant, num_tokens)
+            self.service.decoded(tenant, num_tokens)
         self._pending = StepPlan(
             step=self._num_plans,
             now=now,
@@ -388,6 +432,8 @@ class Scheduler:
         request.is_coasting = True
         self._coasts[request_id] = coast
         self._coasting_context += request.num_tokens
+        owner = request.spec.owner
+        self._coasting_tenants[owner] = self._coasting_tenants.get(owner, 0) + 1
         self._stepping.remove(request)
         wakes_at = self._num_plans + num_steps
         heappush(self._wakes, (wakes_at, request.order_key, coast.since, coast))
@@ -455,6 +501,9 @@ class Scheduler:
         self._num_plans += num_steps
         self._num_committed += num_steps
         self._coasting_context += num_steps * len(self._coasts)
+        for tenant, num in self._coasting_tenants.items():
+            self._order.decoded(tenant, num * num_steps)
+            self.service.decoded(tenant, num * num_steps)
 
     def take_events(self) -> tuple[Event, ...]:
         """Return and forget what happened since the last call."""
@@ -473,7 +522,7 @@ class Scheduler:
         for chunk in plan.chunks:
             request = self._requests[chunk.request_id]
             while coasting and (
-                request.is_prefilling or coasting[-1].order_key < request.order_key
+                request.is_unfinished or coasting[-1].order_key < request.order_key
             ):
                 merged.append(coasting.pop())
             merged.append(chunk)
@@ -486,23 +535,92 @@ class Scheduler:
             return  # it preempted itself
         self._plan_chunk(request, request.num_tokens, step)
 
-    def _schedule_chunk(self, request: Request, step: _Step, now: float) -> None:
-        """Plan as much of a running prefill as the budget allows."""
-        if step.budget == 0:
-            return
+    def _fill(self, step: _Step, now: float) -> None:
+        """Give what is left of a step to whom the order picks, one after another."""
+        self._blocked_at = None
+        self._follow_moves()
+        while step.budget > 0 and not step.is_full:
+            pick = self._order.pick()
+            if pick is None:
+                return
+            if pick.request.state is RequestState.RUNNING:
+                self._schedule_chunk(pick, step, now)
+            elif self._try_to_start(pick, step, now):
+                self._schedule_chunk(pick, step, now)
+                self._follow_moves()  # what it evicted others may have matched
+
+    def _schedule_chunk(self, pick: Pick, step: _Step, now: float) -> None:
+        """Plan as much of an unfinished prefill as pick and step allow."""
+        request = pick.request
         if not self._make_writable(request, step, now):
             return
-        end = min(request.num_tokens, request.num_computed + step.budget)
-        self._plan_chunk(request, end, step)
+        start = step.end_of(request)
+        num_left = request.num_tokens - start
+        num_wanted = min(num_left, step.budget)
+        if pick.most_tokens is not None:
+            num_wanted = min(num_wanted, pick.most_tokens)
+        num_tokens = self._num_in_time(start, num_wanted, step)
+        if num_tokens < num_wanted:
+            step.is_full = True
+        if num_tokens == 0:
+            return
+        self._plan_chunk(request, start + num_tokens, step)
+        self._order.ran(pick, num_tokens, is_last=num_tokens == num_left)
+
+    def _num_in_time(self, start: int, num_wanted: int, step: _Step) -> int:
+        """Return how many tokens from `start` on the step has time for."""
+        limit, shape = self.config.step_time_s, step.shape
+        if limit is None or shape is None:
+            return num_wanted
+        # Predicted times grow with every token, so halving finds the most that fit.
+        low, high = 0, num_wanted + 1
+        tried = num_wanted
+        while high - low > 1:
+            if self._seconds_with(shape, start, start + tried) <= limit:
+                low = tried
+            else:
+                high = tried
+            tried = (low + high) // 2
+        return min(num_wanted, max(low, _LEAST_PREFILL - step.num_prefill_tokens))
+
+    def _seconds_with(self, shape: StepShape, start: int, end: int) -> float:
+        assert self._costs is not None, "checked when the scheduler was made"
+        longer = replace(shape)
+        longer.add_chunk(start, end, is_decode=False)
+        return self._costs.step_seconds(longer)
+
+    def _predict(self, step: _Step) -> None:
+        """Begin to count what the step takes, with the decodes that it has."""
+        shape = StepShape(
+            num_decodes=len(self._coasts),
+            num_decode_context=self._coasting_context,
+            num_copied_tokens=sum(copy.num_tokens for copy in step.copies),
+        )
+        for chunk in step.chunks:
+            shape.add_chunk(chunk.start, chunk.end, is_decode=True)
+        step.shape = shape
+
+    def _decodes(self, step: _Step) -> dict[str, int]:
+        """Return how many tokens each tenant decodes in a step with decodes only."""
+        decodes = dict(self._coasting_tenants)
+        for chunk in step.chunks:
+            owner = self._requests[chunk.request_id].spec.owner
+            decodes[owner] = decodes.get(owner, 0) + 1
+        return decodes
+
+    def _note_pauses(self, step: _Step, now: float) -> None:
+        for request_id, request in self._unfinished.items():
+            is_paused = request_id not in step.places
+            request.waits.now_for(WaitReason.PAUSED if is_paused else None, now)
 
     def _plan_chunk(self, request: Request, end: int, step: _Step) -> None:
         lease = _lease_of(request)
         start = request.num_computed
-        if end <= start:
+        planned = step.end_of(request)
+        if end <= planned:
             raise InvariantError(f"request {request.request_id} has nothing to compute")
         num_samples = _num_places(request) if end == request.num_tokens else 0
-        step.budget -= end - start
-        step.chunks.append(
+        step.add(
             Chunk(
                 request_id=request.request_id,
                 start=start,
@@ -512,13 +630,14 @@ class Scheduler:
                 num_samples=num_samples,
                 adapter=request.spec.adapter,
                 start_position=request.spec.start_position,
-            )
+            ),
+            is_prefill=request.is_unfinished,
         )
 
     def _make_writable(self, request: Request, step: _Step, now: float) -> bool:
         """Give the request private slots for all its tokens, preempting if need be.
 
-        Returns `False` if the request itself was the youngest and had to yield.
+        Returns `False` if the request itself had to yield.
         """
         lease = _lease_of(request)
         while True:
@@ -530,12 +649,11 @@ class Scheduler:
                     if copy is not None:
                         step.copies.append(copy)
                     return True
-            victim = self._running[-1]
+            victim = self._order.victim(self._running)
             if victim.is_coasting:
                 self._wake(victim)
                 step.budget += 1  # what was kept for it
-            if any(chunk.request_id == victim.request_id for chunk in step.chunks):
-                raise InvariantError("the youngest request is planned before an older")
+            step.drop(victim)
             self._preempt(victim, now)
             step.has_preempted = True
             if victim is request:
@@ -554,7 +672,8 @@ class Scheduler:
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         request.num_steps_awaiting = 0
-        self._order.add(request)
+        request.waits.now_for(WaitReason.PREEMPTED, now)
+        self._enqueue(request)
 
     # Admission
 
@@ -563,52 +682,69 @@ class Scheduler:
         for request in self._order.first(self.config.lookahead, now):
             yield Waiting(request.namespace, request.spec.domain, request.tokens)
 
-    def _admit(self, step: _Step, now: float) -> None:
-        self._blocked_at = None
-        is_awaiting = False
-        for request in self._order.candidates(now):
-            if step.budget == 0 or step.has_preempted:
-                return
-            if request.epoch > self._open_epoch:
-                continue  # what it shall run on is not in place yet
-            if self._num_places + _num_places(request) > self.config.max_num_running:
-                self._blocked_at = None if is_awaiting else self._admission_state()
-                return
-            if self._awaits_prefix(request, now):
-                is_awaiting = True  # and starts as soon as its leader has published
-                continue
-            lease = self.cache.acquire(
-                request.namespace,
-                request.spec.domain,
-                request.tokens,
-                num_slots=request.num_tokens,
-                num_spare=self._num_spare_blocks(),
-                spares_floor=self._spares_floor(request.spec.domain),
-                owner=request.spec.owner,
-                hints=request.spec.hints,
-                now=now,
-            )
-            if lease is None:
-                self._book_stall(request, now)
-                self._blocked_at = None if is_awaiting else self._admission_state()
-                return  # no overtaking: small requests must not starve a large one
-            self._start(request, lease, step, now)
-            self._schedule_chunk(request, step, now)
+    def _try_to_start(self, pick: Pick, step: _Step, now: float) -> bool:
+        """Start a waiting request if nothing is against it; hear from the order if so."""
+        request = pick.request
+        if request.epoch > self._open_epoch:
+            # What it shall run on is not in place yet.
+            self._fenced[request.request_id] = request
+            self._order.hold(request, None)
+            request.waits.now_for(WaitReason.ROLLOUT, now)
+            return False
+        if self._num_places + _num_places(request) > self.config.max_num_running:
+            self._cannot_start(pick, WaitReason.PLACES, now)
+            return False
+        if self._hold_for_leader(request, now):
+            return False
+        if self._num_in_time(request.num_ready, 1, step) == 0:
+            step.is_full = True
+            return False
+        lease = self.cache.acquire(
+            request.namespace,
+            request.spec.domain,
+            request.tokens,
+            num_slots=request.num_tokens,
+            num_spare=self._num_spare_blocks(),
+            num_retained=self._num_retained_least(),
+            spares_floor=self._spares_floor(request.spec.domain),
+            owner=request.spec.owner,
+            hints=request.spec.hints,
+            now=now,
+        )
+        if lease is None:
+            self._book_stall(request, now)
+            self._cannot_start(pick, WaitReason.MEMORY, now)
+            return False
+        self._start(request, lease, step, now)
+        return True
+
+    def _cannot_start(self, pick: Pick, reason: WaitReason, now: float) -> None:
+        pick.request.waits.now_for(reason, now)
+        if not self._order.cannot_start(pick):
+            self._order.pass_over(pick)
+        elif not self._holds:
+            # Who is held may go on for reasons that are no part of this state.
+            self._blocked_at = self._admission_state()
 
     def _start(self, request: Request, lease: Lease, step: _Step, now: float) -> None:
         copied = 0
         if lease.copy is not None:
             copied = lease.copy.num_tokens
             step.copies.append(lease.copy)
-        self._order.remove(request.request_id)
         is_resumed = request.state is RequestState.PREEMPTED
+        self._matches.remove(request.request_id)
         request.state = RequestState.RUNNING
         request.lease = lease
+        request.num_cached = request.num_computed = lease.num_matched_tokens
+        request.is_unfinished = True
+        self._unfinished[request.request_id] = request
+        self._order.start(request)
+        self._count_backlog(request)
+        request.waits.now_for(None, now)
         if self.cache.ledger is not None:
             self._book_lookup(self.cache.ledger, request, lease, now)
         self._run(request, _num_places(request))
         _count_matched(request, lease.num_matched_tokens, copied)
-        request.num_computed = lease.num_matched_tokens
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
         self._events.append(
@@ -688,53 +824,181 @@ class Scheduler:
                 request.tokens,
                 num_slots=request.num_tokens,
                 num_spare=self._num_spare_blocks(),
+                num_retained=self._num_retained_least(),
                 spares_floor=self._spares_floor(request.spec.domain),
             ),
             num_active=cache.num_active_blocks,
             num_shared=cache.tree.num_pinned_blocks,
             num_cached=cache.tree.num_unpinned_blocks,
+            holders=self._largest_holders(),
             now=now,
         )
 
-    def _awaits_prefix(self, request: Request, now: float) -> bool:
-        """Decide whether to wait for a block that a running prefill will publish.
+    def _largest_holders(self) -> tuple[tuple[str, int], ...]:
+        """Return the running requests that hold most, and their blocks."""
+        largest = nlargest(
+            _MOST_HOLDERS,
+            self._running,
+            key=lambda request: len(_lease_of(request).table),
+        )
+        return tuple((each.request_id, len(_lease_of(each).table)) for each in largest)
 
-        Bounded twice: the prefill runs in every step that has budget for it, and after
-        `max_steps_awaiting` steps the request stops waiting.
+    # Holding those whose prefix is being computed
+
+    def _hold_for_leader(self, request: Request, now: float) -> bool:
+        """Hold a request for a block that an unfinished prefill will publish.
+
+        Until all that the two share is published, the prefill ends, or
+        `max_steps_awaiting` steps are over.
         """
-        if request.namespace is None:
+        num_steps_left = self.config.max_steps_awaiting - request.num_steps_awaiting
+        if request.namespace is None or num_steps_left <= 0:
             return False
-        if request.num_steps_awaiting >= self.config.max_steps_awaiting:
-            return False
-        leaders = [r for r in self._stepping if r.is_prefilling and _publishes(r)]
-        if not leaders:
-            return False
-        peek = self.cache.peek(request.namespace, request.spec.domain, request.tokens)
         # The first block that is missing, if a whole block of it may be matched.
-        index = peek.num_whole_blocks
-        end = (index + 1) * self.cache.config.block_size
+        size = self.cache.config.block_size
+        index = request.num_cached // size
+        end = (index + 1) * size
         if end > request.num_tokens - 1:
             return False
-        missing = request.tokens[: end * TOKEN_BYTES]
-        if not any(self._will_publish(r, request, index, missing) for r in leaders):
+        begin = index * size * TOKEN_BYTES
+        block = request.tokens[begin : end * TOKEN_BYTES]
+        for leader in self._unfinished.values():
+            # Most differ in that one block already.
+            if leader.tokens.startswith(block, begin) and self._will_publish(
+                leader, request, index, end
+            ):
+                break
+        else:
             return False
+        hold = _Hold(
+            request,
+            leader,
+            num_tokens=self._num_to_share(leader, request) // size * size,
+            since=self._num_plans,
+        )
+        self._holds[request.request_id] = hold
+        followers = self._followers.setdefault(leader.request_id, {})
+        followers[request.request_id] = None
+        self._num_holds += 1
+        heappush(
+            self._hold_ends, (self._num_plans + num_steps_left, self._num_holds, hold)
+        )
+        self._order.hold(request, leader)
+        request.waits.now_for(WaitReason.PREFIX, now)
         if request.num_steps_awaiting == 0:
             self._events.append(PrefixAwaited(now=now, request_id=request.request_id))
-        request.num_steps_awaiting += 1
         return True
 
     def _will_publish(
-        self, leader: Request, follower: Request, index: int, tokens: bytes
+        self, leader: Request, follower: Request, index: int, end: int
     ) -> bool:
-        """Whether a running prefill will publish block `index` where we can see it."""
+        """Whether a prefill will publish the block before `end` where we can see it."""
         return (
             leader.namespace == follower.namespace
-            and leader.num_tokens * TOKEN_BYTES >= len(tokens)
+            and leader.num_tokens >= end
             and _lease_of(leader).num_published_blocks <= index
             and self.cache.domain_of_next(_lease_of(leader), index)
             in (PUBLIC, follower.spec.domain)
-            and leader.tokens.startswith(tokens)
+            and leader.tokens.startswith(follower.tokens[: end * TOKEN_BYTES])
         )
+
+    def _num_to_share(self, leader: Request, follower: Request) -> int:
+        """Return how many leading tokens a prefill computes for another to see."""
+        limit = min(len(leader.tokens), len(follower.tokens))
+        if leader.spec.domain != follower.spec.domain:
+            lease = _lease_of(leader)
+            size = self.cache.config.block_size * TOKEN_BYTES
+            limit = min(limit, lease.num_public_blocks * size)
+        same = common_prefix_bytes(leader.tokens, 0, follower.tokens, 0, limit)
+        return same // TOKEN_BYTES
+
+    def _end_hold(self, request_id: RequestId) -> None:
+        """Let a held request be picked again."""
+        hold = self._forget_hold(request_id)
+        hold.request.num_steps_awaiting += max(1, self._num_plans - hold.since)
+        self._order.release(hold.request)
+
+    def _forget_hold(self, request_id: RequestId) -> _Hold:
+        hold = self._holds.pop(request_id)
+        followers = self._followers[hold.leader.request_id]
+        del followers[request_id]
+        if not followers:
+            del self._followers[hold.leader.request_id]
+        return hold
+
+    def _end_holds(self) -> None:
+        """End the holds that have lasted as long as they may."""
+        while self._hold_ends and self._hold_ends[0][0] <= self._num_plans:
+            hold = heappop(self._hold_ends)[-1]
+            if self._holds.get(hold.request.request_id) is hold:
+                self._end_hold(hold.request.request_id)
+
+    # The queue
+
+    def _enqueue(self, request: Request) -> None:
+        """Let a request wait, new, preempted or begun again."""
+        self._matches.add(
+            request.request_id, request.namespace, request.spec.domain, request.tokens
+        )
+        self._read_match(request)
+        self._order.add(request)
+        self._count_backlog(request)
+
+    def _dequeue(self, request: Request) -> None:
+        """Take a request out that waits."""
+        if request.request_id in self._holds:
+            self._forget_hold(request.request_id)
+        self._fenced.pop(request.request_id, None)
+        self._order.remove(request)
+        self._matches.remove(request.request_id)
+        self.service.wants_no_more(request.request_id)
+
+    def _match_again(self, request: Request) -> None:
+        """Follow a request that may share less than before."""
+        if request.state is RequestState.RUNNING:
+            return
+        self._matches.remove(request.request_id)
+        self._matches.add(
+            request.request_id, request.namespace, request.spec.domain, request.tokens
+        )
+        self._read_match(request)
+        self._order.moved(request)
+        self._count_backlog(request)
+
+    def _follow_moves(self) -> None:
+        """Rank anew whose cached part has changed."""
+        for request_id in self._matches.take_moved():
+            request = self._requests[request_id]
+            self._read_match(request)
+            self._count_backlog(request)
+            hold = self._holds.get(request_id)
+            if hold is not None and request.num_cached >= hold.num_tokens:
+                self._end_hold(request_id)
+            self._order.moved(request)
+
+    def _read_match(self, request: Request) -> None:
+        size, matches = self.cache.config.block_size, self._matches
+        request.num_cached = matches.num_blocks(request.request_id) * size
+        request.num_public = matches.num_public_blocks(request.request_id) * size
+
+    def _count_backlog(self, request: Request) -> None:
+        num_left = request.num_tokens - request.num_ready
+        self.service.wants(request.request_id, request.spec.owner, num_left)
+
+    def _end_prefill(self, request: Request) -> None:
+        """Take a prefill off the order's hands: it is done, or its request stops."""
+        self._order.remove(request)
+        self.service.wants_no_more(request.request_id)
+        request.is_unfinished = False
+        del self._unfinished[request.request_id]
+        for follower in tuple(self._followers.get(request.request_id, ())):
+            self._end_hold(follower)
+
+    # Memory
+
+    def _num_retained_least(self) -> int:
+        """Retained blocks that admission leaves; none if nobody else runs."""
+        return self.config.retained_floor_blocks if self._running else 0
 
     def _spares_floor(self, domain: Domain) -> bool:
         """Whether admission leaves what a domain has retained up to its floor.
@@ -759,6 +1023,9 @@ class Scheduler:
         self.cache.copied(lease, now)
         _count_computed(request, chunk.start, chunk.end)
         request.num_computed = chunk.end
+        if request.is_unfinished:
+            self.service.prefilled(request.spec.owner, chunk.num_tokens)
+            self._count_backlog(request)
         samples = result.samples.get(chunk.request_id, ())
         if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
             # KV from which no sound logits followed must not be handed on.
@@ -771,6 +1038,11 @@ class Scheduler:
             self._stop_running(request, now)
             self._abort(request, FinishReason.CANCELLED, now)
             return
+        if request.is_unfinished:
+            if chunk.end == request.num_tokens:
+                self._end_prefill(request)
+            else:
+                self._order.moved(request)
         if chunk.num_samples == 0:
             return
         if len(samples) != chunk.num_samples:
@@ -818,6 +1090,8 @@ class Scheduler:
             self._abort(request, FinishReason.FAILED, now)
             return
         request.append(sample.token)
+        if request.share.run is None and request.sample == 0:
+            self.service.began(request.share, request.spec.owner)
         self._events.append(
             TokenSampled(
                 now=now,
@@ -853,6 +1127,8 @@ class Scheduler:
         """Give the request's blocks back; the published ones stay cached if sound."""
         self._wake(request)
         self._num_moves += 1
+        if request.is_unfinished:
+            self._end_prefill(request)
         lease = _lease_of(request)
         self.cache.release(lease, now)
         if not is_sound:
@@ -885,6 +1161,10 @@ class Scheduler:
             return
         num_steps = self._num_committed - coast.since
         self._coasting_context -= request.num_tokens + num_steps
+        owner = request.spec.owner
+        self._coasting_tenants[owner] -= 1
+        if not self._coasting_tenants[owner]:
+            del self._coasting_tenants[owner]
         _count_computed(request, request.num_computed, request.num_computed + num_steps)
         request.num_computed += num_steps
         request.extend(coast.tokens[: num_steps * TOKEN_BYTES])
@@ -913,6 +1193,7 @@ class Scheduler:
 
     def _let_go(self, request: Request, now: float) -> None:
         root = request.spec.request_id
+        request.waits.now_for(None, now)
         if self.cache.ledger is not None:
             self._book_end(self.cache.ledger, request, now)
         del self._requests[request.request_id]
@@ -935,6 +1216,8 @@ class Scheduler:
             num_recomputed=counts.recomputed,
             num_output=request.num_output_tokens,
             num_preemptions=request.num_preemptions,
+            share=request.share,
+            waits=request.waits,
             now=now,
         )
 
@@ -996,16 +1279,75 @@ class _Coast:
     since: int  # steps committed when it began
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hold:
+    """A request that waits for another's prefill."""
+
+    request: Request
+    leader: Request
+    num_tokens: int  # whole blocks of them are computed for both
+    since: int  # number of the plan
+
+
 class _Step:
     """A plan in the making."""
 
-    __slots__ = ("budget", "chunks", "copies", "has_preempted")
+    __slots__ = (
+        "budget",
+        "chunks",
+        "copies",
+        "has_preempted",
+        "is_full",
+        "num_prefill_tokens",
+        "places",
+        "shape",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.chunks: list[Chunk] = []
+        self.places: dict[RequestId, int] = {}  # which chunk is whose
         self.copies: list[BlockCopy] = []
         self.has_preempted = False  # then nobody is admitted: blocks are short
+        self.is_full = False  # of time
+        self.num_prefill_tokens = 0
+        self.shape: StepShape | None = None  # of all that is planned; None: untimed
+
+    def end_of(self, request: Request) -> int:
+        """Return up to where a request is computed once this step is done."""
+        place = self.places.get(request.request_id)
+        return request.num_computed if place is None else self.chunks[place].end
+
+    def add(self, chunk: Chunk, *, is_prefill: bool) -> None:
+        """Plan a chunk, or more of one that is planned."""
+        place = self.places.get(chunk.request_id)
+        start = chunk.start
+        if place is None:
+            self.places[chunk.request_id] = len(self.chunks)
+            self.chunks.append(chunk)
+        else:
+            start = self.chunks[place].end
+            self.chunks[place] = chunk
+        self.budget -= chunk.end - start
+        if is_prefill:
+            self.num_prefill_tokens += chunk.end - start
+        if self.shape is not None:
+            self.shape.add_chunk(start, chunk.end, is_decode=not is_prefill)
+            if place is not None:  # it is one chunk all the same
+                self.shape.num_prefills -= 1
+                self.shape.num_prefill_context -= start
+
+    def drop(self, request: Request) -> None:
+        """Take back what is planned for a request that loses its blocks."""
+        place = self.places.pop(request.request_id, None)
+        if place is None:
+            return
+        self.budget += self.chunks.pop(place).num_tokens
+        for other, at in self.places.items():
+            if at > place:
+                self.places[other] = at - 1
+        own = set(_lease_of(request).table.ids())
+        self.copies = [copy for copy in self.copies if copy.target not in own]
 
 
 def _lease_of(request: Request) -> Lease:

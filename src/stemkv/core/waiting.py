@@ -382,9 +382,7 @@ class _Found:
         return cls(kept, has_root=True)
 
 
-def _discard(
-    sets: dict[_Key, dict[_Item, None]], key: _Key, item: _Item
-) -> None:
+def _discard(sets: dict[_Key, dict[_Item, None]], key: _Key, item: _Item) -> None:
     members = sets.get(key)
     if members is not None:
         members.pop(item, None)

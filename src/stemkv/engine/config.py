@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from stemkv.core.orders import OrderConfig
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.sharing import SharingPolicy
 from stemkv.engine.numerics import numerics_named
@@ -31,6 +32,10 @@ class EngineConfig:
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     quotas: MemoryQuotas | None = None  # None: nobody has a floor or a cap
+    order: OrderConfig = field(default_factory=OrderConfig)
+    # Predicted seconds of a step with prefills; needs costs. None: `token_budget` alone.
+    step_time_s: float | None = None
+    retained_floor_bytes: int = 0  # of retained prefixes, that admission leaves
     # Waiting requests whose cached prefixes go late; 0: eviction looks at none.
     lookahead: int = 32
     max_kept_share: float = 0.5  # of the blocks, for `Engine.keep`
@@ -49,6 +54,13 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} must be at least 1 and an integer, got {value!r:.80}"
                 )
+        floor = self.retained_floor_bytes
+        if not isinstance(floor, int) or isinstance(floor, bool) or floor < 0:
+            raise ConfigError(
+                f"retained_floor_bytes must be an integer of at least 0, "
+                f"got {floor!r:.80}"
+            )
+        _check_kind("order", self.order, OrderConfig)
         _check_kind("sharing", self.sharing, SharingPolicy)
         _check_kind("eviction", self.eviction, EvictionConfig)
         if self.quotas is not None:

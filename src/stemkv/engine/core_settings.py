@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.cost import CostModel
 from stemkv.core.eviction import EvictionPolicy
+from stemkv.core.order import Order
+from stemkv.core.orders import OrderConfig
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.quota import QuotaConfig
 from stemkv.engine.config import EngineConfig
@@ -26,13 +28,15 @@ __all__ = ["CoreSettings"]
 class CoreSettings:
     """Settings of cache, scheduler and eviction that go together.
 
-    `costs` are what an objective of seconds weighs blocks with; without that objective
-    they decide nothing. Raises `ConfigError` where seconds are wanted without costs.
+    `costs` are what an objective of seconds weighs blocks with, what orders predict
+    prefill seconds with, and steps their time. Raises `ConfigError` where seconds are
+    wanted without costs.
     """
 
     cache: CacheConfig
     scheduler: SchedulerConfig
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    order: OrderConfig = field(default_factory=OrderConfig)
     quotas: QuotaConfig | None = None
     costs: CostModel | None = None
 
@@ -43,6 +47,12 @@ class CoreSettings:
                 "a prompt costs more; give the engine `costs` (`stemkv calibrate` "
                 "measures them), or choose objective tokens"
             )
+        if self.scheduler.step_time_s is not None and self.costs is None:
+            raise ConfigError(
+                "step_time_s needs costs, to predict how long a step takes; give the "
+                "engine `costs` (`stemkv calibrate` measures them), or leave it out"
+            )
+        self.make_order()
 
     @classmethod
     def of(
@@ -70,6 +80,13 @@ class CoreSettings:
                     f"quotas: {error} (that is kv_memory_bytes; a block takes "
                     f"{bytes_per_block:,} bytes)"
                 ) from None
+        retained_floor_blocks = config.retained_floor_bytes // bytes_per_block
+        if retained_floor_blocks >= num_blocks:
+            raise ConfigError(
+                f"retained_floor_bytes {config.retained_floor_bytes} leaves nothing of "
+                f"kv_memory_bytes {config.kv_memory_bytes} to admit requests into; "
+                f"lower it"
+            )
         return cls(
             cache=CacheConfig(
                 num_blocks=num_blocks,
@@ -81,8 +98,11 @@ class CoreSettings:
                 max_num_running=config.max_num_running,
                 max_request_tokens=loaded.context_length,
                 lookahead=config.lookahead,
+                step_time_s=config.step_time_s,
+                retained_floor_blocks=retained_floor_blocks,
             ),
             eviction=config.eviction,
+            order=config.order,
             quotas=quotas,
             costs=costs,
         )
@@ -92,19 +112,6 @@ class CoreSettings:
         """What makes the eviction policy, as often as the cache calls it."""
         return self.eviction.make(self.cache, self.costs)
 
-    @property
-    def block_seconds(self) -> tuple[float, ...] | None:
-        """Seconds to compute each block of the longest prompt behind those before it.
-
-        `None` if nothing is decided by them. They are all that eviction asks of a cost
-        model, so a log that holds them can be repeated without it.
-        """
-        if self.eviction.objective != "seconds" or self.costs is None:
-            return None
-        size, most = self.cache.block_size, self.cache.num_blocks
-        if self.scheduler.max_request_tokens is not None:
-            most = min(most, -(-self.scheduler.max_request_tokens // size))
-        return tuple(
-            self.costs.prefill_seconds(index * size, (index + 1) * size)
-            for index in range(most)
-        )
+    def make_order(self) -> Order:
+        """Return a new order."""
+        return self.order.make(self.costs)

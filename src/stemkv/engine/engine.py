@@ -28,7 +28,6 @@ from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identities import Identities, LoadedAdapter
 from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.ledger import Ledger
-from stemkv.core.order import Fcfs
 from stemkv.core.plan import StepPlan
 from stemkv.core.request import FinishReason, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
@@ -411,6 +410,7 @@ class Engine:
             adapter=version,
             start_position=start_position,
             tenant=tenant,
+            request_class=request_class,
             hints=hints,
         )
         # Before a namespace is named: refused requests must not use any up.
@@ -950,14 +950,17 @@ class Engine:
         self, settings: CoreSettings, recorder: StepRecorder | None
     ) -> tuple[PrefixCache, Scheduler]:
         if recorder is not None:
-            return recorder.make_core(settings, Fcfs(), ledger=self.ledger)
+            return recorder.make_core(settings, ledger=self.ledger)
         cache = PrefixCache(
             settings.cache,
             settings.make_policy,
             quotas=settings.quotas,
             ledger=self.ledger,
         )
-        return cache, Scheduler(settings.scheduler, cache, Fcfs())
+        scheduler = Scheduler(
+            settings.scheduler, cache, settings.make_order(), costs=settings.costs
+        )
+        return cache, scheduler
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:
         return ModelRunner(

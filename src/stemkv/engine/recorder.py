@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from stemkv.core.cache import PrefixCache
+from stemkv.core.cost import CostModel, FittedCost, RooflineCost
 from stemkv.core.events import Event
 from stemkv.core.identity import Domain
 from stemkv.core.ledger import Ledger
-from stemkv.core.order.base import AdmissionOrder
 from stemkv.core.plan import StepPlan, StepResult
 from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
@@ -69,7 +69,6 @@ class StepRecorder:
     def make_core(
         self,
         settings: CoreSettings,
-        order: AdmissionOrder,
         *,
         ledger: Ledger | None = None,
     ) -> tuple[PrefixCache, Scheduler]:
@@ -82,16 +81,16 @@ class StepRecorder:
             cache=settings.cache,
             scheduler=settings.scheduler,
             eviction=settings.eviction,
-            order=type(order).__name__.lower(),
+            order=settings.order,
             quotas=settings.quotas,
-            block_seconds=settings.block_seconds,
+            costs=self._recorded(settings.costs),
         )
         try:
             self._writer = StepLogWriter(self._file, header)
         except (OSError, ValueError) as error:
             self._give_up(error)
         cache = _RecordedCache(settings, self, ledger=ledger)
-        return cache, _RecordedScheduler(settings, cache, order, self)
+        return cache, _RecordedScheduler(settings, cache, self)
 
     def write(self, call: Call) -> None:
         """Append a call, unless it is part of one that is written as a whole."""
@@ -110,6 +109,16 @@ class StepRecorder:
             yield
         finally:
             self._is_nested = False
+
+    @staticmethod
+    def _recorded(costs: CostModel | None) -> FittedCost | RooflineCost | None:
+        if costs is None or isinstance(costs, FittedCost | RooflineCost):
+            return costs
+        raise ConfigError(
+            f"costs of type {type(costs).__name__} cannot be written to a step log, "
+            f"which could not be repeated without them; give FittedCost or "
+            f"RooflineCost, or record without costs"
+        )
 
     def _give_up(self, error: OSError | ValueError) -> None:
         if isinstance(error, ValueError) and not self._file.closed:
@@ -181,10 +190,11 @@ class _RecordedScheduler(Scheduler):
         self,
         settings: CoreSettings,
         cache: PrefixCache,
-        order: AdmissionOrder,
         recorder: StepRecorder,
     ) -> None:
-        super().__init__(settings.scheduler, cache, order)
+        super().__init__(
+            settings.scheduler, cache, settings.make_order(), costs=settings.costs
+        )
         self._recorder = recorder
 
     def add(self, spec: RequestSpec) -> Request:

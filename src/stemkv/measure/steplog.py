@@ -16,9 +16,9 @@ Which blocks were evicted shows in digests of the free blocks, taken with every 
 after every step: the order in which blocks became free, and who took them since, is what
 a step log tells of eviction. A different victim is a different digest in that same step.
 
-Version 2 says how the core evicts, and of requests what their callers hinted. Version 1
-knew one policy, which has since been told more exactly what is a use; its plans need not
-be decided again, so it is not read.
+Version 3 says in which order the core serves and with which costs. Earlier versions knew
+one order, and version 1 one eviction policy; both decide otherwise by now, so their logs
+are not read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, TextIO
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.cost import FittedCost, RooflineCost
 from stemkv.core.hints import NO_HINTS, Hints
 from stemkv.core.identity import Domain, DomainKind
+from stemkv.core.orders import OrderConfig
 from stemkv.core.plan import Sample, StepPlan
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
@@ -72,8 +74,8 @@ __all__ = [
     "read_step_log",
 ]
 
-_SCHEMA: Final = "stemkv.steplog/2"
-_OLD_SCHEMA: Final = "stemkv.steplog/1"
+_SCHEMA: Final = "stemkv.steplog/3"
+_OLD_SCHEMAS: Final = ("stemkv.steplog/1", "stemkv.steplog/2")
 _CONTENT: Final = "token ids of prompts and outputs"
 _SPAN_START: Final = 1 << 30  # bit of ~id at the first position of a span
 _NEVER: Final = "never"  # JSON has no infinity
@@ -87,11 +89,10 @@ class StepLogHeader:
     cache: CacheConfig
     scheduler: SchedulerConfig
     eviction: EvictionConfig
-    order: str  # "fcfs"
+    order: OrderConfig
     quotas: QuotaConfig | None = None
-    # Seconds to compute each block of a prompt behind those before it, where eviction
-    # weighs blocks by them: as many as the longest path may have.
-    block_seconds: tuple[float, ...] | None = None
+    # What eviction weighs blocks with, and orders and steps predict time with.
+    costs: FittedCost | RooflineCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,8 +464,8 @@ def _read_header(document: dict[str, Any], where: str) -> StepLogHeader:
     schema = document.pop("schema", None)
     if schema != _SCHEMA:
         why = ""
-        if schema == _OLD_SCHEMA:
-            why = ", which does not say how blocks were evicted"
+        if schema in _OLD_SCHEMAS:
+            why = ", which does not say in which order requests were served"
         raise StepLogError(
             f"{where}: schema: must be {_SCHEMA!r}, got {schema!r:.60}{why}; record the "
             f"log with this version"
@@ -620,6 +621,40 @@ def _decode_quotas(value: Any) -> dict[Domain, Quota]:
     return quotas
 
 
+def _decode_numbers(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from names to numbers")
+    return {name: _decode_share(number) for name, number in value.items()}
+
+
+def _encode_costs(costs: FittedCost | RooflineCost) -> dict[str, Any]:
+    return {"kind": type(costs).__name__, **asdict(costs)}
+
+
+def _decode_costs(value: Any) -> FittedCost | RooflineCost:
+    """Return a cost model; floats are written so that they come back to the last bit."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    document = dict(value)
+    kind = document.pop("kind", None)
+    make = {each.__name__: each for each in (FittedCost, RooflineCost)}.get(kind)
+    if make is None:
+        raise _BadField("kind", f"must be FittedCost or RooflineCost, got {kind!r:.60}")
+    known = {f.name: f for f in fields(make)}
+    for name in sorted(document.keys() ^ known.keys()):
+        problem = "missing" if name in known else f"not a field of {kind}"
+        raise _BadField(name, problem)
+    for name, number in document.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if name == "source":
+            is_right = isinstance(number, str)
+        else:
+            is_right = is_number or (number is None and "None" in str(known[name].type))
+        if not is_right:
+            raise _BadField(name, f"is of the wrong kind, got {number!r:.60}")
+    return make(**document)
+
+
 def _decode_samples(value: Any) -> dict[RequestId, tuple[Sample, ...]]:
     if not isinstance(value, dict):
         raise ValueError("must be an object from request id to samples")
@@ -660,9 +695,24 @@ _SCHEDULER = _Form(
         "max_steps_awaiting": _COUNT,
         "watermark": _SHARE,
         "lookahead": _COUNT,
+        "step_time_s": _optional(_SECONDS),
+        "retained_floor_blocks": _COUNT,
     },
 )
 _EVICTION = _Form(EvictionConfig, {"name": _TEXT, "objective": _TEXT})
+_NUMBERS = _Codec(dict, _decode_numbers)
+_ORDER = _Form(
+    OrderConfig,
+    {
+        "name": _TEXT,
+        "lane": _COUNT,
+        "quantum": _COUNT,
+        "decode_weight": _SHARE,
+        "pauses_prefills": _FLAG,
+        "weights": _NUMBERS,
+        "slo_ttft_s": _NUMBERS,
+    },
+)
 _QUOTA = _Form(
     Quota,
     {"floor_blocks": _COUNT, "cap_blocks": _optional(_COUNT), "weight": _SHARE},
@@ -683,9 +733,9 @@ _HEADER = _Form(
         "cache": _CACHE.codec(),
         "scheduler": _SCHEDULER.codec(),
         "eviction": _EVICTION.codec(),
-        "order": _TEXT,
+        "order": _ORDER.codec(),
         "quotas": _optional(_QUOTAS.codec()),
-        "block_seconds": _optional(_list_of(_SECONDS)),
+        "costs": _optional(_Codec(_encode_costs, _decode_costs)),
     },
 )
 _HINTS = _Form(
@@ -712,6 +762,7 @@ _SPEC = _Form(
         "adapter": _optional(_TEXT),
         "start_position": _COUNT,
         "tenant": _optional(_TEXT),
+        "request_class": _optional(_TEXT),
         # Most requests have none.
         "hints": _Codec(
             lambda hints: None if hints == NO_HINTS else _HINTS.encode(hints),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.cost import CostModel, StepShape
@@ -42,7 +41,6 @@ from stemkv.measure.steplog import (
     StepLogHeader,
 )
 from stemkv.measure.timeline import percentile
-from stemkv.sim.policies import ORDERS
 
 __all__ = ["Agreement", "Difference", "Prediction", "make_core", "predict", "repeat"]
 
@@ -98,24 +96,17 @@ class Prediction:
 
 def make_core(header: StepLogHeader) -> Scheduler:
     """Return a core like the recorded one, empty. Raises `StepLogError`."""
-    if header.order not in ORDERS:
-        raise StepLogError(
-            f"order: {header.order!r:.60} is not known here; known: "
-            f"{', '.join(sorted(ORDERS))}"
-        )
-    costs = None
-    if header.block_seconds is not None:
-        # Eviction asks a cost model nothing else.
-        costs = cast(CostModel, _BlockPrices(header))
+    costs = header.costs
     try:
         cache = PrefixCache(
             header.cache,
             header.eviction.make(header.cache, costs),
             quotas=header.quotas,
         )
+        order = header.order.make(costs)
+        return Scheduler(header.scheduler, cache, order, costs=costs)
     except ConfigError as error:
         raise StepLogError(f"header: {error}") from None
-    return Scheduler(header.scheduler, cache, ORDERS[header.order]())
 
 
 def repeat(log: StepLog) -> Agreement:
@@ -160,24 +151,6 @@ def predict(log: StepLog, cost: CostModel) -> Prediction:
         measured_s={name: measured[name] for name in both},
         predicted_s={name: run.ttfts[name] for name in both},
     )
-
-
-class _BlockPrices:
-    """What a log says of the seconds that blocks take, to the last bit."""
-
-    def __init__(self, header: StepLogHeader) -> None:
-        self._block_seconds = header.block_seconds or ()
-        self._block_size = header.cache.block_size
-
-    def prefill_seconds(self, start: int, end: int) -> float:
-        """Return the seconds of one block, which is all that was recorded."""
-        index = start // self._block_size
-        if end - start != self._block_size or index >= len(self._block_seconds):
-            raise StepLogError(
-                f"block_seconds: {len(self._block_seconds)} blocks are priced, and "
-                f"tokens {start} to {end} are none of them"
-            )
-        return self._block_seconds[index]
 
 
 class _Repetition:

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass, field, replace
 
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.orders import OrderConfig
 from stemkv.core.policies import EvictionConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.hinting import HintRule
-from stemkv.sim.policies import check_eviction, check_online, order_named
+from stemkv.sim.policies import check_eviction, check_online
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.sharing import SharingRule
 
@@ -40,7 +41,9 @@ class ReplayConfig:
     routing: str = "round_robin"
     eviction: str = "reuse_index"
     objective: str = "tokens"  # or seconds: what the eviction policy shall save
-    order: str = "fcfs"
+    order: OrderConfig = field(default_factory=OrderConfig)
+    step_time_s: float | None = None  # predicted, of a step with prefills
+    retained_floor_blocks: int = 0  # retained blocks that admission leaves
     sharing: SharingRule = field(default_factory=SharingRule)
     quotas: TenantQuotas | None = None  # of one replica
     hints: HintRule = field(default_factory=HintRule)
@@ -69,7 +72,6 @@ class ReplayConfig:
         # Mistakes show here and not when the replay starts.
         check_eviction(self.eviction)
         EvictionConfig(objective=self.objective)
-        order_named(self.order)
         if self.quotas is not None:
             self.quotas.check_rule(self.sharing)
         self.cache()
@@ -92,6 +94,8 @@ class ReplayConfig:
             max_request_tokens=self.max_request_tokens,
             max_steps_awaiting=self.max_steps_awaiting,
             watermark=self.watermark,
+            step_time_s=self.step_time_s,
+            retained_floor_blocks=self.retained_floor_blocks,
         )
         if self.lookahead is None:
             return limits

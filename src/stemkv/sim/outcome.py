@@ -438,7 +438,7 @@ class Outcome:
             "lookahead": config.limits().lookahead,
             "hints": str(config.hints),
             "quotas": None if config.quotas is None else str(config.quotas),
-            "order": config.order,
+            "order": config.order.name,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
             "loop": load.loop,

@@ -6,11 +6,9 @@ can have. The policies are the core's and `clairvoyant`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
 from typing import Final
 
-from stemkv.core.order import AdmissionOrder, Fcfs
+from stemkv.core.orders import ORDERS
 from stemkv.core.policies import EVICTIONS as _ONLINE
 from stemkv.core.policies import OBJECTIVES
 from stemkv.errors import ConfigError
@@ -23,13 +21,11 @@ __all__ = [
     "ORDERS",
     "check_eviction",
     "check_online",
-    "order_named",
 ]
 
 CLAIRVOYANT: Final = "clairvoyant"  # knows the trace: for replays without a clock
 ONLINE_EVICTIONS: Final = _ONLINE  # what an engine can have
 EVICTIONS: Final = (*ONLINE_EVICTIONS, CLAIRVOYANT)
-ORDERS: Final = MappingProxyType[str, Callable[[], AdmissionOrder]]({"fcfs": Fcfs})
 
 
 def check_eviction(name: str) -> None:
@@ -49,11 +45,3 @@ def check_online(name: str) -> None:
             f"clock depends on what it evicts; replay without a clock, or take one of "
             f"{', '.join(ONLINE_EVICTIONS)}"
         )
-
-
-def order_named(name: str) -> AdmissionOrder:
-    """Return a new admission order; `ConfigError` lists the names."""
-    make = ORDERS.get(name)
-    if make is None:
-        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {name!r:.80}")
-    return make()

@@ -20,7 +20,7 @@ from stemkv.measure.results import ReplayResult
 from stemkv.sim.arrivals import Arrivals, identity_facts, public_tokens
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.outcome import Outcome
-from stemkv.sim.policies import check_online, order_named
+from stemkv.sim.policies import check_online
 from stemkv.sim.replica import Replica
 from stemkv.sim.trace import Trace
 
@@ -138,7 +138,7 @@ class _Loop:
             cache=config.cache(),
             limits=config.limits(),
             make_policy=config.policy().make(config.cache(), costs),
-            order=order_named(config.order),
+            order=config.order.make(costs),
             costs=costs,
             on_end=self._ended,
             quotas=quotas,

@@ -24,7 +24,7 @@ from stemkv.core.events import (
 )
 from stemkv.core.eviction.base import EvictionPolicy
 from stemkv.core.ledger import Ledger
-from stemkv.core.order.base import AdmissionOrder
+from stemkv.core.order.base import Order
 from stemkv.core.plan import Sample, StepPlan, StepResult
 from stemkv.core.quota import QuotaConfig
 from stemkv.core.request import RequestId, RequestSpec
@@ -69,7 +69,7 @@ class Replica:
         cache: CacheConfig,
         limits: SchedulerConfig,
         make_policy: Callable[[], EvictionPolicy],
-        order: AdmissionOrder,
+        order: Order,
         costs: CostModel,
         on_end: Callable[[RequestId, float], None],
         quotas: QuotaConfig | None = None,
@@ -79,7 +79,7 @@ class Replica:
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
         self.cache = PrefixCache(cache, make_policy, quotas=quotas, ledger=self.ledger)
-        self.scheduler = Scheduler(limits, self.cache, order)
+        self.scheduler = Scheduler(limits, self.cache, order, costs=costs)
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
         self.memory = Thinned[MemorySample](1000, join_samples)

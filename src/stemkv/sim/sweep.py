@@ -43,7 +43,7 @@ class Grid:
 
     num_blocks: tuple[int, ...]
     evictions: tuple[str, ...] = ("reuse_index",)
-    orders: tuple[str, ...] = ("fcfs",)
+    orders: tuple[str, ...] = ("fair",)
     sharings: tuple[str, ...] = ("isolated",)
 
     def configs(self, base: ReplayConfig) -> tuple[ReplayConfig, ...]:
@@ -53,7 +53,7 @@ class Grid:
                 base,
                 num_blocks=size,
                 eviction=eviction,
-                order=order,
+                order=replace(base.order, name=order),
                 sharing=replace(base.sharing, name=sharing),
             )
             for size, eviction, order, sharing in product(
@@ -74,7 +74,7 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
         num_blocks=config.num_blocks,
         gib=result.capacity_gib,
         eviction=config.eviction,
-        order=config.order,
+        order=config.order.name,
         sharing=config.sharing.name,
         num_refused=result.num_refused,
         # Not of those that ran: memory too small for long prompts must not look better
@@ -124,7 +124,7 @@ class UntimedPlay:
             num_blocks=config.num_blocks,
             gib=config.num_blocks * block_bytes / GIB,
             eviction=config.eviction,
-            order=config.order,
+            order=config.order.name,
             sharing=config.sharing.name,
             num_refused=found.num_too_long,
             hit_rate=found.hits.hit_rate,
@@ -223,7 +223,7 @@ def _received(
         worker.join()
         raise StemKVError(
             f"a worker ended with code {worker.exitcode} while it replayed "
-            f"{config.num_blocks} blocks, {config.eviction}, {config.order}, "
+            f"{config.num_blocks} blocks, {config.eviction}, {config.order.name}, "
             f"{config.sharing.name}; if memory is short, take fewer jobs"
         ) from None
     if isinstance(answer, StemKVError):

@@ -248,7 +248,7 @@ class _Study:
             "token_budget": used.token_budget,
             "max_num_running": used.max_num_running,
             "eviction": used.eviction,
-            "order": used.order,
+            "order": used.order.name,
         }
 
 
