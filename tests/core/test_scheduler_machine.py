@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stemkv.core import FinishReason
+from stemkv.core import FinishReason, OrderConfig
 from stemkv.core.events import (
     BlocksEvicted,
     BlocksRetired,
@@ -59,6 +59,17 @@ STOPS: tuple[dict[str, FinishReason], ...] = (
     {},
     {"d": FinishReason.STOP_TOKEN},
     {"d": FinishReason.FAILED},
+)
+ORDER_CONFIGS = (
+    OrderConfig(name="fcfs"),
+    OrderConfig(name="lpm"),
+    OrderConfig(name="dfs"),
+    OrderConfig(name="residual", pauses_prefills=False),
+    OrderConfig(name="residual"),
+    OrderConfig(lane=1, quantum=1),
+    OrderConfig(lane=2, quantum=8, pauses_prefills=False, weights={"a": 2.5}),
+    OrderConfig(lane=4, quantum=16, decode_weight=0.3),
+    OrderConfig(name="deadline", quantum=16, slo_ttft_s={"chat": 0.05}),
 )
 # Versions that a request may ask for; most ask for the same.
 ADAPTERS = (None, None, None, "v1")
@@ -184,6 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.3]),
         num_public=st.integers(0, MAX_STEM),
         stops=st.sampled_from(STOPS),
+        order=st.sampled_from(ORDER_CONFIGS),
+        step_time_s=st.sampled_from([None, None, 0.002, 0.02]),
+        retained_floor_blocks=st.sampled_from([0, 0, 2]),
     )
     def build(
         self,
@@ -195,6 +209,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: float,
         num_public: int,
         stops: dict[str, FinishReason],
+        order: OrderConfig,
+        step_time_s: float | None,
+        retained_floor_blocks: int,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_slots // block_size,
@@ -204,6 +221,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_awaiting=max_steps_awaiting,
             watermark=watermark,
             stops=stops,
+            order=order,
+            step_time_s=step_time_s,
+            retained_floor_blocks=retained_floor_blocks,
         )
         self.driver.declare_public(PUBLIC_TEXT[:num_public])
 
@@ -373,6 +393,9 @@ def live_long(seed: int, num_acts: int) -> Driver:
         max_steps_awaiting=rng.choice([0, 2, 256]),
         watermark=rng.choice([0.0, 0.2]),
         stops=rng.choice(STOPS),
+        order=rng.choice(ORDER_CONFIGS),
+        step_time_s=rng.choice([None, 0.01]),
+        retained_floor_blocks=rng.choice([0, 3]),
     )
     driver.declare_public(PUBLIC_TEXT)
     for _ in range(num_acts):
