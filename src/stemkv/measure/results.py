@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -26,13 +26,16 @@ __all__ = [
     "ReplayResult",
     "RequestResult",
     "SavedWork",
+    "Scheduling",
     "Source",
+    "StallSpan",
     "StepSpan",
     "SweepCell",
     "SweepResult",
     "TenantResult",
     "TokenTotals",
     "TraceFacts",
+    "WaitSpan",
     "WriterReader",
     "to_json",
 ]
@@ -204,6 +207,30 @@ class StepSpan:
     num_prefill_tokens: int
     num_decodes: int  # in each of the steps
     num_steps: int = 1
+    # What the hits of requests that were admitted into it saved, of prefill.
+    saved_tokens: int = 0
+    saved_s: float = 0.0
+    saved_joules: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitSpan:
+    """A time in which nothing of a request was computed, and why."""
+
+    reason: str  # a `core.waits.WaitReason` by its value
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallSpan:
+    """A time in which a request waited for memory, and who held it at its beginning."""
+
+    start_s: float
+    end_s: float
+    num_missing_blocks: int
+    active: tuple[tuple[str, int], ...]  # running requests and their blocks, the most
+    retained: tuple[tuple[str, int], ...]  # accounts and their cached blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +266,49 @@ class RequestResult:
     differing_fields: tuple[str, ...]  # for the reason "identity_differs"
     num_preemptions: int
     stall_s: float
+    stalls: tuple[StallSpan, ...] = ()
+    waits: tuple[WaitSpan, ...] = ()  # the first ones, in order
+    wait_s: dict[str, float] = field(default_factory=dict)  # by reason, all of them
+    # Uncached tokens of its tenant that were ahead when it came, itself included, and
+    # prefill tokens that its tenant ran until its first token.
+    own_backlog_tokens: int | None = None
+    own_run_tokens: int | None = None
+
+    @property
+    def wait_ratio(self) -> float | None:
+        """Its wait in units of its own backlog; 1 if nobody overtook it."""
+        if self.own_run_tokens is None or self.own_backlog_tokens is None:
+            return None
+        return self.own_run_tokens / max(1, self.own_backlog_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What an admission order did: who waited, and was it fair.
+
+    The definitions are in `measure.scheduling`. Of requests that finished; `slo_share`
+    is of all.
+    """
+
+    order: str
+    slo_ttft_s: float | None
+    slo_tpot_s: float | None
+    slo_share: float
+    goodput_rps: float
+    most_wait_ratio: float | None  # exact; None: nothing finished
+    most_wait_request: str | None  # whose that is
+    tenant_gap_tokens: float | None  # weighted, exact; None: fewer than two tenants
+    # TTFT of "all", "cold", "warm", "light tenants" and the largest tenants.
+    classes: tuple[LatencySummary, ...]
+    wait_s: dict[str, float]  # by reason, sums over requests
+    hit_tokens: int
+    requests_per_s: float
+    # Measured, so different from run to run, and in no JSON unless it was asked for.
+    scheduler_cpu_s: float | None = None
+
+    def ttft(self, name: str) -> LatencySummary | None:
+        """Return the TTFT of a class; `None` if nobody is in it."""
+        return next((each for each in self.classes if each.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +401,7 @@ class ReplayResult:
     num_steps: int
     requests: tuple[RequestResult, ...]
     checks: tuple[Check, ...]
+    scheduling: Scheduling | None = None
 
     @property
     def capacity_gib(self) -> float:
@@ -380,6 +451,8 @@ class SweepCell:
     # Measured, so different from run to run, and in no JSON unless it was asked for:
     # CPU seconds in the eviction policy's hooks.
     policy_cpu_s: float | None = None
+    # What its admission order did; None without a clock.
+    scheduling: Scheduling | None = None
 
     @property
     def evicted_gib(self) -> float:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stemkv.core.account import Account, PrefixAccount
 from stemkv.core.cost import CostModel
-from stemkv.core.entry import LedgerEntry, MissReason
+from stemkv.core.entry import LedgerEntry, MissReason, Stall
 from stemkv.core.identity import Domain
 from stemkv.core.ledger import PUBLIC_ACCOUNT
 from stemkv.core.request import RequestId
@@ -28,12 +28,16 @@ from stemkv.measure.results import (
     ReplayResult,
     RequestResult,
     SavedWork,
+    Scheduling,
     Source,
+    StallSpan,
     TenantResult,
     TokenTotals,
     TraceFacts,
+    WaitSpan,
     WriterReader,
 )
+from stemkv.measure.scheduling import STRICT, Slo, scheduling_of
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.replica import Replica, join_samples
 from stemkv.sim.thinning import Thinned
@@ -157,6 +161,7 @@ class Outcome:
             num_steps=sum(replica.num_steps for replica in self._replicas),
             requests=requests,
             checks=(),
+            scheduling=self._scheduling(requests),
         )
         checks = self._checks(result, prefixes)
         for check in checks:
@@ -183,7 +188,7 @@ class Outcome:
         misses: Counter[str] = Counter()
         for miss in entry.misses:
             misses[miss.reason.value] += miss.end - miss.start
-        first = entry.first_miss
+        first, share = entry.first_miss, entry.share
         return RequestResult(
             request_id=request.request_id,
             tenant=entry.tenant,
@@ -214,6 +219,40 @@ class Outcome:
             differing_fields=() if first is None else first.differing_fields,
             num_preemptions=entry.num_preemptions,
             stall_s=entry.stall_s,
+            stalls=tuple(_stall(stall, self._request_name) for stall in entry.stalls),
+            waits=tuple(
+                WaitSpan(
+                    reason=wait.reason.value, start_s=wait.start_s, end_s=wait.end_s
+                )
+                for wait in entry.waits
+            ),
+            wait_s={
+                reason.value: seconds
+                for reason, seconds in sorted(
+                    entry.wait_s.items(), key=lambda item: item[0].value
+                )
+            },
+            own_backlog_tokens=None if share is None else share.own_backlog,
+            own_run_tokens=None if share is None else share.own_run,
+        )
+
+    def _request_name(self, request_id: str) -> str:
+        index, _, sample = request_id.partition("#")
+        name = self._trace.requests[int(index)].request_id
+        return f"{name}#{sample}" if sample else name
+
+    def _scheduling(self, requests: Sequence[RequestResult]) -> Scheduling:
+        config = self._config
+        slo = Slo(config.slo_ttft_s, config.slo_tpot_s)
+        if slo.ttft_s is None and slo.tpot_s is None:
+            slo = STRICT
+        gaps = [each.gap.largest for each in self._replicas if each.gap is not None]
+        return scheduling_of(
+            requests,
+            order=config.order.name,
+            end_s=self._end_s,
+            slo=slo,
+            gap_tokens=max(gaps, default=None),
         )
 
     def _refusal(self, index: int) -> RequestResult:
@@ -439,6 +478,14 @@ class Outcome:
             "hints": str(config.hints),
             "quotas": None if config.quotas is None else str(config.quotas),
             "order": config.order.name,
+            "lane": config.order.lane,
+            "quantum": config.order.quantum,
+            "decode_weight": config.order.decode_weight,
+            "pauses_prefills": config.order.pauses_prefills,
+            "weights": _listed(config.order.weights),
+            "slo_ttft_s_by_class": _listed(config.order.slo_ttft_s),
+            "step_time_s": config.step_time_s,
+            "retained_floor_blocks": config.retained_floor_blocks,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
             "loop": load.loop,
@@ -539,6 +586,19 @@ def _spelled(domain: Domain) -> str:
     return f"{kind}:{domain.name}" if domain.name else kind
 
 
+def _stall(stall: Stall, name_of: Callable[[str], str]) -> StallSpan:
+    return StallSpan(
+        start_s=stall.start_s,
+        end_s=stall.end_s,
+        num_missing_blocks=stall.num_missing_blocks,
+        active=tuple((name_of(each), blocks) for each, blocks in stall.active),
+        retained=tuple(
+            ("(public)" if name == PUBLIC_ACCOUNT else name, blocks)
+            for name, blocks in stall.retained
+        ),
+    )
+
+
 def trace_facts(trace: Trace) -> TraceFacts:
     """Return what a report says of a trace."""
     return TraceFacts(
@@ -557,6 +617,11 @@ def trace_facts(trace: Trace) -> TraceFacts:
         problems=tuple(map(str, trace.problems[:_MAX_PROBLEMS])),
         notes=tuple(trace.notes),
     )
+
+
+def _listed(values: Mapping[str, float]) -> str | None:
+    pairs = (f"{name}={value:g}" for name, value in sorted(values.items()))
+    return ", ".join(pairs) or None
 
 
 def _totals(entries: Sequence[LedgerEntry]) -> TokenTotals:

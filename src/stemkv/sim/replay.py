@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from stemkv.core.cost import CostModel
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError, PromptTooLong
 from stemkv.measure.results import ReplayResult
+from stemkv.measure.scheduling import TenantGap
 from stemkv.sim.arrivals import Arrivals, identity_facts, public_tokens
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.outcome import Outcome
@@ -28,6 +30,7 @@ __all__ = ["check_quotas", "replay"]
 
 # What happens at one moment happens in this order: whoever arrives when a step ends is
 # considered for the next one, as by an engine that takes requests in before a step.
+_MAX_COMPARED = 12  # tenants between which a gap is followed, those with most requests
 _ARRIVAL, _STEP_END, _STEP_START = 0, 1, 2
 
 
@@ -142,12 +145,25 @@ class _Loop:
             costs=costs,
             on_end=self._ended,
             quotas=quotas,
+            gap=self._gap(),
         )
         for namespace, facts in self._facts.items():
             replica.ledger.name(namespace, facts)
         for namespace, prefix in self._public:
             replica.cache.declare_public(namespace, prefix)
         return replica
+
+    def _gap(self) -> TenantGap | None:
+        counts = Counter(request.tenant for request in self._trace.requests)
+        if len(counts) < 2:
+            return None
+        largest = sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
+        order = self._config.order
+        return TenantGap(
+            largest[:_MAX_COMPARED],
+            decode_weight=order.decode_weight,
+            weights=order.weights,
+        )
 
     def _start_step(self, replica: Replica, now: float) -> None:
         if not replica.is_busy and replica.has_work:

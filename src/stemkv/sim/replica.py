@@ -32,6 +32,7 @@ from stemkv.core.scheduler import Scheduler
 from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.errors import InvariantError
 from stemkv.measure.results import MemorySample, StepSpan
+from stemkv.measure.scheduling import TenantGap
 from stemkv.sim.thinning import Thinned
 
 __all__ = ["Replica", "Times", "join_samples"]
@@ -73,6 +74,7 @@ class Replica:
         costs: CostModel,
         on_end: Callable[[RequestId, float], None],
         quotas: QuotaConfig | None = None,
+        gap: TenantGap | None = None,
     ) -> None:
         self.index = index
         self.costs = costs
@@ -88,6 +90,7 @@ class Replica:
         self.busy_s = 0.0
         self.num_preemptions = 0
         self.num_refused_blocks = 0  # not retained after their last lease
+        self.gap = gap  # between tenants; None: nobody looks
         self._on_end = on_end
         self._scripts: dict[RequestId, _Script] = {}
         self._plan: StepPlan | None = None
@@ -144,6 +147,7 @@ class Replica:
         self._ends_s = now + seconds
         self.busy_s += seconds
         self.num_steps += 1
+        saved = self.ledger.take_step()
         self.steps.add(
             StepSpan(
                 replica=self.index,
@@ -151,6 +155,9 @@ class Replica:
                 end_s=self._ends_s,
                 num_prefill_tokens=shape.num_prefill_tokens,
                 num_decodes=shape.num_decodes,
+                saved_tokens=saved.num_tokens,
+                saved_s=saved.seconds,
+                saved_joules=saved.joules,
             )
         )
         return self._ends_s
@@ -161,6 +168,7 @@ class Replica:
         if self._is_in_stretch:
             self._is_in_stretch = False
             self._note_memory(now, 0)
+            self._note_gap()
             return
         plan = self._plan
         if plan is None:
@@ -198,6 +206,7 @@ class Replica:
             self.itl_s[gap] += num_gaps
         self._last_end_s = now
         self._note_memory(now, num_evicted)
+        self._note_gap()
 
     # Private
 
@@ -247,6 +256,10 @@ class Replica:
             times.lost_s = None
             return 0
         return 1
+
+    def _note_gap(self) -> None:
+        if self.gap is not None:
+            self.gap.note(self.scheduler.service.tenants)
 
     def _note_memory(self, now: float, num_evicted: int) -> None:
         cache = self.cache

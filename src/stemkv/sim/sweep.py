@@ -94,6 +94,7 @@ def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCel
             (each.ttft.p99 for each in result.tenants if each.ttft is not None),
             default=None,
         ),
+        scheduling=result.scheduling,
     )
 
 
