@@ -85,6 +85,19 @@ class Deployment:
             )
         return tuple(self._blocks(int(self.memory_bytes * each)) for each in shares)
 
+    def floor_of(self, memory: str, num_blocks: int) -> int:
+        """Return retained memory that admission leaves, in blocks.
+
+        Raises `ConfigError` if that is no less than all there is.
+        """
+        floor = self._blocks(parse_memory(memory))
+        if floor >= num_blocks:
+            raise ConfigError(
+                f"--retained-floor {memory} is {floor:,} blocks and leaves nothing of "
+                f"{num_blocks:,} to admit requests into; lower it"
+            )
+        return floor
+
     def noted(self, page: Page, sizes: Sequence[int]) -> Page:
         """Return the page with a note if a size, in blocks, is more than there is."""
         largest = max(sizes) * self.block_size * self.costs.bytes_per_token

@@ -111,6 +111,7 @@ class ReplayOptions:
     num_blocks: int | None = None
     config: ReplayConfig  # its num_blocks follow from the above
     quotas: Path | None = None
+    retained_floor: str | None = None
     has_clock: bool = True
     has_curves: bool = True
     outputs: Outputs
@@ -131,6 +132,9 @@ def run_replay(options: ReplayOptions) -> int:
     config = replace(options.config, num_blocks=_num_blocks(options, deployment))
     if options.quotas is not None:
         config = replace(config, quotas=read_quotas(options.quotas))
+    if options.retained_floor is not None:
+        floor = deployment.floor_of(options.retained_floor, config.num_blocks)
+        config = replace(config, retained_floor_blocks=floor)
     console = PeoplesConsole(json_file=options.outputs.json)
     trace = load_trace(
         options.trace, rate=options.workload_rate, num_tenants=options.num_tenants

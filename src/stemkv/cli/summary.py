@@ -13,7 +13,7 @@ from stemkv.cli.outputs import print_section
 from stemkv.cli.thresholds import Finding, Judgement
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, TraceFacts
 from stemkv.report import Page, Section
-from stemkv.report.latency import latency_table, stall_table
+from stemkv.report.latency import latency_table, stall_table, wait_table
 from stemkv.report.page import Cell
 from stemkv.report.reuse import bounds, counted, losses
 from stemkv.report.wording import (
@@ -46,6 +46,7 @@ def print_replay(console: Console, result: ReplayResult, page: Page) -> None:
     if not result.trace.is_opaque:
         sections = [*_tokens(result), *_tenants(result), *sections]
         sections += [*_prefixes(result), *bounds(result)]
+    sections += wait_table(result)
     for section in sections:
         print_section(console, section)
     print_notes(console, result.trace)
@@ -159,6 +160,19 @@ def _memory(result: ReplayResult) -> Section:
         ("admissions that waited for memory", result.num_stalls),
         ("preemptions", result.num_preemptions),
     ]
+    opportunity = result.opportunity
+    if opportunity is not None:
+        rows += [
+            (
+                f"what its last {memory(opportunity.last_gib * GIB)} saves, s per GiB",
+                opportunity.saved_s_per_gib,
+            ),
+            ("waited for memory, s", opportunity.memory_wait_s),
+            (
+                "retained when such a wait began, on average",
+                memory(opportunity.retained_gib * GIB),
+            ),
+        ]
     if result.num_refused_blocks:
         rows.append(
             ("blocks not retained after their last use", result.num_refused_blocks)

@@ -30,6 +30,7 @@ from stemkv.errors import ConfigError
 from stemkv.measure.gap import BASELINE, compared, with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json
 from stemkv.report import Section
+from stemkv.report.orders import order_tables
 from stemkv.report.policies import policy_tables
 from stemkv.report.sweep import is_conclusive, numbers_label, sweep_page
 from stemkv.report.wording import per_cent
@@ -43,7 +44,15 @@ from stemkv.sim.policies import (
     ONLINE_EVICTIONS,
     check_online,
 )
-from stemkv.sim.sweep import Grid, UntimedPlay, is_hinted, sweep, timed_cell
+from stemkv.sim.sweep import (
+    Grid,
+    Play,
+    UntimedPlay,
+    is_hinted,
+    measured_cell,
+    sweep,
+    timed_cell,
+)
 from stemkv.sim.trace import Trace
 
 __all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
@@ -66,6 +75,7 @@ class SweepOptions:
     sharings: Sequence[str]
     config: ReplayConfig  # what all configurations have in common
     quotas: Path | None = None
+    retained_floor: str | None = None
     has_clock: bool = True
     num_jobs: int = 2
     keeps_cpu_time: bool = False  # measured, so that equal sweeps differ in JSON
@@ -112,6 +122,9 @@ def run_sweep(options: SweepOptions) -> int:
     base = replace(options.config, num_blocks=max(sizes))
     if options.quotas is not None:
         base = replace(base, quotas=read_quotas(options.quotas))
+    if options.retained_floor is not None:
+        floor = deployment.floor_of(options.retained_floor, min(sizes))
+        base = replace(base, retained_floor_blocks=floor)
     every = EVICTIONS if not options.has_clock else ONLINE_EVICTIONS
     grid = Grid(
         num_blocks=sizes,
@@ -160,6 +173,8 @@ def run_sweep(options: SweepOptions) -> int:
     print_sentences(console, page)
     for section in policy_tables(result) if is_conclusive(result) else ():
         print_section(console, section)
+    for section in order_tables(result):
+        print_section(console, section)
     if options.has_clock or not compared(result):
         print_section(console, _table(result))
     print_notes(console, result.trace)
@@ -186,11 +201,18 @@ def _cells(
             trace,
             configs,
             deployment.costs,
-            timed_cell if has_clock else UntimedPlay(measures=compares),
+            _play(configs, has_clock=has_clock, compares=compares),
             num_jobs=options.num_jobs,
             progress=progress,
         )
     return cells if has_clock else with_gaps(cells)
+
+
+def _play(configs: Sequence[ReplayConfig], *, has_clock: bool, compares: bool) -> Play:
+    if not has_clock:
+        return UntimedPlay(measures=compares)
+    compares_orders = len({config.order.name for config in configs}) > 1
+    return measured_cell if compares_orders else timed_cell
 
 
 def _baselines(
@@ -208,7 +230,16 @@ def _repeatable(result: SweepResult) -> SweepResult:
     """Return the result without what is measured, which differs from run to run."""
 
     def without(cells: Sequence[SweepCell]) -> tuple[SweepCell, ...]:
-        return tuple(replace(cell, policy_cpu_s=None) for cell in cells)
+        return tuple(
+            replace(
+                cell,
+                policy_cpu_s=None,
+                scheduling=None
+                if cell.scheduling is None
+                else replace(cell.scheduling, scheduler_cpu_s=None),
+            )
+            for cell in cells
+        )
 
     return replace(
         result, cells=without(result.cells), clockless=without(result.clockless)
@@ -246,6 +277,12 @@ def _settings(
         "seed": load.seed,
         "slo_ttft_s": config.slo_ttft_s,
         "slo_tpot_s": config.slo_tpot_s,
+        "lane": config.order.lane,
+        "quantum": config.order.quantum,
+        "decode_weight": config.order.decode_weight,
+        "pauses_prefills": config.order.pauses_prefills,
+        "step_time_s": config.step_time_s,
+        "retained_floor_blocks": config.retained_floor_blocks,
     }
 
 

@@ -17,6 +17,7 @@ from stemkv.cli.trace_options import (
     BudgetOption,
     ClockOption,
     CostOption,
+    DecodeWeightOption,
     DeviceOption,
     DevicesOption,
     FormatOption,
@@ -24,6 +25,7 @@ from stemkv.cli.trace_options import (
     HtmlOutput,
     JsonOutput,
     KvDtypeOption,
+    LaneOption,
     LimitOption,
     LookaheadOption,
     LoopOption,
@@ -31,19 +33,25 @@ from stemkv.cli.trace_options import (
     MaxRunningOption,
     ModelNameOption,
     ObjectiveOption,
+    PausePrefillsOption,
+    QuantumOption,
     QuotasOption,
     RateOption,
     ReplicasOption,
     RequestsOption,
+    RetainedFloorOption,
     RoutingOption,
     SeedOption,
+    SloClassOption,
     SloTpotOption,
     SloTtftOption,
     SpreadOption,
+    StepTimeOption,
     StrictOption,
     TokensOption,
     TraceArgument,
     WeightDtypeOption,
+    WeightsOption,
     WorkloadOption,
     WrongHintsOption,
 )
@@ -59,6 +67,14 @@ _OF_CLOCK = {
     "replicas": "--replicas",
     "routing": "--routing",
     "order": "--order",
+    "lane": "--lane",
+    "quantum": "--quantum",
+    "decode_weight": "--decode-weight",
+    "pause_prefills": "--pause-prefills",
+    "weights": "--weights",
+    "slo_class": "--slo-class",
+    "step_time": "--step-time",
+    "retained_floor": "--retained-floor",
     "quotas": "--quotas",
     "loop": "--loop",
     "rate": "--rate",
@@ -122,6 +138,14 @@ def replay(
             help="Who goes first: fair, fcfs, lpm, dfs, residual or deadline."
         ),
     ] = "fair",
+    lane: LaneOption = 4,
+    quantum: QuantumOption = 8192,
+    decode_weight: DecodeWeightOption = 2.0,
+    pause_prefills: PausePrefillsOption = True,
+    weights: WeightsOption = None,
+    slo_class: SloClassOption = None,
+    step_time: StepTimeOption = None,
+    retained_floor: RetainedFloorOption = None,
     sharing: Annotated[
         str, typer.Option(help="Between tenants: isolated, shared or public.")
     ] = "isolated",
@@ -165,9 +189,9 @@ def replay(
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.orders import OrderOptions
         from stemkv.cli.replay import DEMO, Outputs, ReplayOptions, run_replay
         from stemkv.cli.traces import TraceOptions
-        from stemkv.core.orders import OrderConfig
         from stemkv.errors import ConfigError
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
@@ -231,7 +255,15 @@ def replay(
                 routing=routing,
                 eviction=eviction,
                 objective=objective,
-                order=OrderConfig(name=order),
+                order=OrderOptions(
+                    lane=lane,
+                    quantum=quantum,
+                    decode_weight=decode_weight,
+                    pauses_prefills=pause_prefills,
+                    weights=weights,
+                    slo_classes=slo_class,
+                ).config(order),
+                step_time_s=None if step_time is None else step_time / 1e3,
                 sharing=SharingRule(name=sharing),
                 hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
@@ -245,6 +277,7 @@ def replay(
                 slo_tpot_s=slo_tpot,
             ),
             quotas=quotas,
+            retained_floor=retained_floor,
             has_clock=clock,
             has_curves=curves,
             outputs=Outputs(
@@ -320,13 +353,25 @@ def sweep(
     wrong_hints: WrongHintsOption = 0.0,
     lookahead: LookaheadOption = None,
     order: Annotated[
-        str, typer.Option(help="List of: fair, fcfs, lpm, dfs, residual, deadline.")
+        str,
+        typer.Option(
+            help="List of: fair, fcfs, lpm, dfs, residual, deadline. all: compare them; "
+            "deadline only with --slo-class."
+        ),
     ] = "fair",
+    lane: LaneOption = 4,
+    quantum: QuantumOption = 8192,
+    decode_weight: DecodeWeightOption = 2.0,
+    pause_prefills: PausePrefillsOption = True,
+    weights: WeightsOption = None,
+    slo_class: SloClassOption = None,
+    step_time: StepTimeOption = None,
+    retained_floor: RetainedFloorOption = None,
     sharing: Annotated[
         str | None,
         typer.Option(
             help="List of: isolated, shared, public [default: isolated,shared; isolated "
-            "with --eviction all or --quotas]."
+            "with --eviction all, --order all or --quotas]."
         ),
     ] = None,
     loop: LoopOption = "open",
@@ -341,8 +386,8 @@ def sweep(
         bool,
         typer.Option(
             "--cpu-time",
-            help="Put the policies' measured CPU time in the JSON, which then is another "
-            "one in every run.",
+            help="Put measured CPU time of policies and of the scheduler in the JSON, "
+            "which then is another one in every run.",
         ),
     ] = False,
     html_file: HtmlOutput = None,
@@ -356,9 +401,11 @@ def sweep(
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.orders import OrderOptions
         from stemkv.cli.replay import Outputs
         from stemkv.cli.sweep import SweepOptions, listed, numbers_listed, run_sweep
         from stemkv.cli.traces import TraceOptions
+        from stemkv.core.orders import ORDERS
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
         from stemkv.sim.hinting import HintRule
@@ -370,8 +417,21 @@ def sweep(
             _refuse_clock(context, is_workload=is_workload, remedy="add --clock")
         elif not clock:
             _refuse_clock(context, is_workload=is_workload, remedy="drop --no-clock")
+        asked = OrderOptions(
+            lane=lane,
+            quantum=quantum,
+            decode_weight=decode_weight,
+            pauses_prefills=pause_prefills,
+            weights=weights,
+            slo_classes=slo_class,
+        )
+        compares_orders = order == _ALL
+        orders = listed("--order", order)
+        if compares_orders:
+            orders = tuple(n for n in ORDERS if n != "deadline" or slo_class)
         if sharing is None:
-            sharing = "isolated" if compares or quotas else "isolated,shared"
+            is_one = compares or compares_orders or quotas
+            sharing = "isolated" if is_one else "isolated,shared"
         rate = 1.0 if rate is None else rate
         options = SweepOptions(
             trace=TraceOptions(
@@ -398,7 +458,7 @@ def sweep(
             memory=() if memory is None else listed("--memory", memory),
             num_blocks=() if blocks is None else numbers_listed("--blocks", blocks),
             evictions=() if compares else listed("--eviction", eviction),
-            orders=listed("--order", order),
+            orders=orders,
             sharings=listed("--sharing", sharing),
             config=ReplayConfig(
                 num_blocks=1,
@@ -408,6 +468,8 @@ def sweep(
                 num_replicas=replicas,
                 routing=routing,
                 objective=objective,
+                order=asked.config("fair"),
+                step_time_s=None if step_time is None else step_time / 1e3,
                 hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
                 load=LoadConfig(
@@ -420,6 +482,7 @@ def sweep(
                 slo_tpot_s=slo_tpot,
             ),
             quotas=quotas,
+            retained_floor=retained_floor,
             has_clock=clock,
             num_jobs=jobs,
             keeps_cpu_time=cpu_time,

@@ -15,6 +15,7 @@ __all__ = [
     "BudgetOption",
     "ClockOption",
     "CostOption",
+    "DecodeWeightOption",
     "DeviceOption",
     "DevicesOption",
     "FormatOption",
@@ -22,6 +23,7 @@ __all__ = [
     "HtmlOutput",
     "JsonOutput",
     "KvDtypeOption",
+    "LaneOption",
     "LimitOption",
     "LookaheadOption",
     "LoopOption",
@@ -29,19 +31,25 @@ __all__ = [
     "MaxRunningOption",
     "ModelNameOption",
     "ObjectiveOption",
+    "PausePrefillsOption",
+    "QuantumOption",
     "QuotasOption",
     "RateOption",
     "ReplicasOption",
     "RequestsOption",
+    "RetainedFloorOption",
     "RoutingOption",
     "SeedOption",
+    "SloClassOption",
     "SloTpotOption",
     "SloTtftOption",
     "SpreadOption",
+    "StepTimeOption",
     "StrictOption",
     "TokensOption",
     "TraceArgument",
     "WeightDtypeOption",
+    "WeightsOption",
     "WorkloadOption",
     "WrongHintsOption",
 ]
@@ -149,6 +157,51 @@ SpreadOption = Annotated[
     typer.Option(help="Spread equal arrival times over so many seconds."),
 ]
 SeedOption = Annotated[int, typer.Option(help="Of everything drawn.")]
+LaneOption = Annotated[
+    int,
+    typer.Option(
+        help="fair: one in so many of a tenant's prefill tokens goes to its oldest "
+        "request; bounds everybody's wait."
+    ),
+]
+QuantumOption = Annotated[
+    int, typer.Option(help="fair: tokens a tenant gets in a round, times its weight.")
+]
+DecodeWeightOption = Annotated[
+    float, typer.Option(help="fair: what a decoded token counts, in prefill tokens.")
+]
+PausePrefillsOption = Annotated[
+    bool,
+    typer.Option(
+        help="fair, residual: an unfinished prefill may wait while others go on; better "
+        "where computing is short, worse where memory is."
+    ),
+]
+WeightsOption = Annotated[
+    str | None, typer.Option(help="fair: of tenants, as in acme=2,globex=0.5.")
+]
+SloClassOption = Annotated[
+    str | None,
+    typer.Option(
+        "--slo-class",
+        help="deadline: seconds to the first token by class, as in acme=2,globex=10; in "
+        "a replay the class of a request is its tenant.",
+    ),
+]
+StepTimeOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Milliseconds that a step with prefills may take, as predicted; 0.8 of the "
+        "promised time per token is a good choice [default: the budget alone]."
+    ),
+]
+RetainedFloorOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Retained memory that admission leaves, as in 2GiB; for fleets of agents "
+        "that outgrow memory [default: none]."
+    ),
+]
 SloTtftOption = Annotated[
     float | None, typer.Option("--slo-ttft", help="For goodput: TTFT within, seconds.")
 ]

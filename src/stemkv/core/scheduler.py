@@ -974,7 +974,8 @@ class Scheduler:
             hold = self._holds.get(request_id)
             if hold is not None and request.num_cached >= hold.num_tokens:
                 self._end_hold(request_id)
-            self._order.moved(request)
+            else:
+                self._order.moved(request)
 
     def _read_match(self, request: Request) -> None:
         size, matches = self.cache.config.block_size, self._matches

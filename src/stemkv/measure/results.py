@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from stemkv.measure.opportunity import Opportunity, opportunity_of
+
 __all__ = [
     "Bound",
     "CapacityCurve",
@@ -412,6 +414,27 @@ class ReplayResult:
     def evicted_bytes(self) -> int:
         """Retained KV that was dropped to make room."""
         return self.num_evicted_blocks * self.block_bytes
+
+    @property
+    def opportunity(self) -> Opportunity | None:
+        """What the last retained GiB saves, beside what requests wait for memory.
+
+        `None` where no curve of this memory was studied.
+        """
+        own = [c for c in self.curves if c.name == self.config.get("sharing")]
+        points = [
+            (point.gib, point.saved_s)
+            for curve in own[:1]
+            for point in curve.points
+            if point.saved_s is not None
+        ]
+        cached = self.stall_cached_blocks
+        return opportunity_of(
+            sorted(points),
+            capacity_gib=self.capacity_gib,
+            memory_wait_s=math.fsum(r.wait_s.get("memory", 0.0) for r in self.requests),
+            retained_gib=0.0 if math.isnan(cached) else cached * self.block_bytes / GIB,
+        )
 
     @property
     def refused_bytes(self) -> int:

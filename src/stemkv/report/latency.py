@@ -6,6 +6,7 @@ tokens were reused or not (see `reuse`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -47,8 +48,19 @@ __all__ = [
     "stall_table",
     "timeline",
     "ttft_chart",
+    "wait_table",
 ]
 
+_REASONS = {
+    "queue": "others went first",
+    "memory": "memory was short",
+    "places": "as many ran as may",
+    "prefix": "its prefix was being computed",
+    "session": "as many sessions were active as may",
+    "rollout": "what it shall run on was not in place",
+    "paused": "paused after it had begun",
+    "preempted": "its blocks had been taken",
+}
 _MAX_TTFT_TENANTS = 6
 _MAX_SAMPLES = 300  # more than one per pixel of a phone
 _MAX_MOMENTS = 200
@@ -142,6 +154,43 @@ def stall_table(result: ReplayResult) -> list[Section]:
                 "Mean over the admissions that waited, on the replica where they did."
                 + (f" {count(left, 'smaller account')} in the JSON." if left else "")
             ),
+            label=result.cost_kind.value,
+        )
+    ]
+
+
+def wait_table(result: ReplayResult) -> list[Section]:
+    """Return why requests waited: request-seconds by reason, and the longest wait."""
+    found = result.scheduling
+    if found is None or not found.wait_s:
+        return []
+    total = math.fsum(found.wait_s.values())
+    rows: list[Sequence[Cell]] = [
+        (_REASONS.get(reason, reason), seconds, per_cent(seconds / total))
+        for reason, seconds in sorted(
+            found.wait_s.items(), key=lambda item: (-item[1], item[0])
+        )
+        if total
+    ]
+    note = (
+        "Seconds over all requests; a reason holds until the scheduler finds another."
+    )
+    if found.most_wait_ratio is not None:
+        note += (
+            f" The longest wait was {found.most_wait_ratio:.1f} times the work of its "
+            f"tenant that was ahead."
+        )
+    if found.tenant_gap_tokens is not None:
+        note += (
+            f" Backlogged tenants got at most {found.tenant_gap_tokens:,.0f} weighted "
+            f"tokens apart."
+        )
+    return [
+        Section(
+            title="Why requests waited",
+            columns=("reason", "request-seconds", "%"),
+            rows=rows,
+            note=note,
             label=result.cost_kind.value,
         )
     ]

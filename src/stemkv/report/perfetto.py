@@ -3,7 +3,8 @@
 Owns the JSON form. It is Google's "Trace Event Format"
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 
-Replicas are processes with their steps as slices and their requests as nested spans;
+Replicas are processes with their steps as slices and their requests as nested spans,
+waiting by its reason, and by whom memory was held where it was waited for;
 memory is a process of its own, as samples of it count all replicas together.
 """
 
@@ -13,7 +14,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stemkv.measure.results import MemorySample, ReplayResult, RequestResult, StepSpan
+from stemkv.measure.results import (
+    MemorySample,
+    ReplayResult,
+    RequestResult,
+    StallSpan,
+    StepSpan,
+    WaitSpan,
+)
 
 __all__ = ["trace_events"]
 
@@ -72,6 +80,9 @@ def _steps(steps: Sequence[StepSpan]) -> Iterator[dict[str, Any]]:
             "args": {
                 "prefill tokens": step.num_prefill_tokens,
                 "decodes": step.num_decodes,
+                "saved tokens": step.saved_tokens,
+                "saved prefill s": step.saved_s,
+                "saved joules": step.saved_joules,
             },
         }
 
@@ -101,19 +112,67 @@ def _requests(
             },
             **common,
         }
-        phases = (
-            ("queued", request.arrival_s, admitted),
+        waits = list(request.waits)
+        if not waits and admitted > request.arrival_s:
+            waits = [
+                WaitSpan(reason="queue", start_s=request.arrival_s, end_s=admitted)
+            ]
+        before = [wait for wait in waits if wait.start_s < admitted]
+        yield from _waits(before, request.stalls, common)
+        for name, start, end in (
             ("prefill", admitted, first),
             ("decode", first, last),
-        )
-        for name, start, end in phases:
+        ):
             if end > start:
+                within = [
+                    wait
+                    for wait in waits
+                    if wait not in before and start <= wait.start_s < end
+                ]
                 yield {"ph": "b", "name": name, "ts": _microseconds(start), **common}
+                yield from _waits(within, request.stalls, common)
                 yield {"ph": "e", "name": name, "ts": _microseconds(end), **common}
         yield {
             "ph": "e",
             "name": f"{request.tenant} {request.request_id}",
             "ts": _microseconds(last),
+            **common,
+        }
+
+
+def _waits(
+    waits: Sequence[WaitSpan],
+    stalls: Sequence[StallSpan],
+    common: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    for wait in waits:
+        begin: dict[str, Any] = {
+            "ph": "b",
+            "name": f"waiting: {wait.reason}",
+            "ts": _microseconds(wait.start_s),
+            **common,
+        }
+        stall = next(
+            (
+                each
+                for each in stalls
+                if wait.reason == "memory"
+                and each.start_s < wait.end_s
+                and wait.start_s < each.end_s
+            ),
+            None,
+        )
+        if stall is not None:
+            begin["args"] = {
+                "missing blocks": stall.num_missing_blocks,
+                "active blocks": dict(stall.active),
+                "retained blocks": dict(stall.retained),
+            }
+        yield begin
+        yield {
+            "ph": "e",
+            "name": f"waiting: {wait.reason}",
+            "ts": _microseconds(wait.end_s),
             **common,
         }
 

@@ -21,6 +21,7 @@ from stemkv.report.chart import (
 )
 from stemkv.report.hindsight import hindsight_note
 from stemkv.report.opaque import opaque_headline, opaque_note
+from stemkv.report.orders import order_charts, order_headline, order_tables
 from stemkv.report.page import Cell, Chart, Page, Section
 from stemkv.report.policies import (
     policy_charts,
@@ -62,6 +63,8 @@ def sweep_page(result: SweepResult) -> Page:
             *paragraphs,
         ]
         sections = [
+            *order_charts(result),
+            *order_tables(result),
             *policy_charts(result),
             *policy_tables(result),
             *_charts(cells, counted=counted),
@@ -129,7 +132,7 @@ def _headline(result: SweepResult, cells: Sequence[SweepCell]) -> str:
             f"Inconclusive: none of {count(len(cells), 'configuration')} could serve a "
             f"request, as each is longer than the memory."
         )
-    return policy_headline(result) or _most(_real(cells))
+    return order_headline(result) or policy_headline(result) or _most(_real(cells))
 
 
 def _most(cells: Sequence[SweepCell]) -> str:

@@ -93,6 +93,7 @@ class Arrivals:
             domain=domain,
             namespace=None if request.is_opaque else namespace,
             tenant=request.tenant,
+            request_class=request.tenant,  # traces tell no other
         )
 
     def output_token(self, index: int) -> int:

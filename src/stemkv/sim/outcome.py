@@ -246,6 +246,8 @@ class Outcome:
         slo = Slo(config.slo_ttft_s, config.slo_tpot_s)
         if slo.ttft_s is None and slo.tpot_s is None:
             slo = STRICT
+        cpu = [each.scheduler_cpu_s for each in self._replicas]
+        cpu_s = [each for each in cpu if each is not None]
         gaps = [each.gap.largest for each in self._replicas if each.gap is not None]
         return scheduling_of(
             requests,
@@ -253,6 +255,7 @@ class Outcome:
             end_s=self._end_s,
             slo=slo,
             gap_tokens=max(gaps, default=None),
+            cpu_s=math.fsum(cpu_s) if cpu_s else None,
         )
 
     def _refusal(self, index: int) -> RequestResult:

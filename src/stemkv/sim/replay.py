@@ -40,10 +40,12 @@ def replay(
     costs: CostModel,
     *,
     progress: Callable[[int, int], None] | None = None,
+    cpu_clock: Callable[[], float] | None = None,
 ) -> ReplayResult:
     """Replay a trace until every request has ended.
 
-    `progress(done, total)` is called now and then. Requests that can never run are
+    `progress(done, total)` is called now and then. With `cpu_clock`, in seconds, the
+    scheduler is timed by it; that number is measured, all others are not. Requests that can never run are
     refused and counted. Raises `ConfigError` for a policy that has to know the future,
     and for quotas that the memory cannot keep; `InvariantError` if the ledger does not
     add up.
@@ -52,7 +54,7 @@ def replay(
         raise ConfigError(f"trace {trace.name} has no requests")
     check_online(config.eviction)
     check_quotas(trace, config, costs)
-    loop = _Loop(trace, config, costs)
+    loop = _Loop(trace, config, costs, cpu_clock)
     loop.run(progress)
     return loop.outcome()
 
@@ -72,8 +74,15 @@ def check_quotas(trace: Trace, config: ReplayConfig, costs: CostModel) -> None:
 class _Loop:
     """All replicas and one clock."""
 
-    def __init__(self, trace: Trace, config: ReplayConfig, costs: CostModel) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        costs: CostModel,
+        cpu_clock: Callable[[], float] | None = None,
+    ) -> None:
         self._trace = trace
+        self._cpu_clock = cpu_clock
         self._config = config
         self._costs = costs
         self._arrivals = Arrivals(trace, config.sharing, config.load)
@@ -146,6 +155,7 @@ class _Loop:
             on_end=self._ended,
             quotas=quotas,
             gap=self._gap(),
+            cpu_clock=self._cpu_clock,
         )
         for namespace, facts in self._facts.items():
             replica.ledger.name(namespace, facts)

@@ -75,6 +75,7 @@ class Replica:
         on_end: Callable[[RequestId, float], None],
         quotas: QuotaConfig | None = None,
         gap: TenantGap | None = None,
+        cpu_clock: Callable[[], float] | None = None,
     ) -> None:
         self.index = index
         self.costs = costs
@@ -91,6 +92,9 @@ class Replica:
         self.num_preemptions = 0
         self.num_refused_blocks = 0  # not retained after their last lease
         self.gap = gap  # between tenants; None: nobody looks
+        # Seconds in the scheduler, its cache and its order; None: nobody looks.
+        self.scheduler_cpu_s = None if cpu_clock is None else 0.0
+        self._cpu_clock = cpu_clock
         self._on_end = on_end
         self._scripts: dict[RequestId, _Script] = {}
         self._plan: StepPlan | None = None
@@ -127,7 +131,9 @@ class Replica:
         num_quiet = self.scheduler.num_quiet_steps
         if num_quiet > 1:
             return self._start_stretch(num_quiet, now, until)
+        started = self._read_clock()
         plan = self.scheduler.schedule(now)
+        self._stop_clock(started)
         shape = StepShape(
             num_decodes=plan.num_coasting, num_decode_context=plan.num_coasting_context
         )
@@ -182,7 +188,10 @@ class Replica:
         num_evicted = 0
         gap = now - self._last_end_s
         num_gaps = plan.num_coasting
-        for event in self.scheduler.commit(plan, StepResult(samples), now):
+        started = self._read_clock()
+        events = self.scheduler.commit(plan, StepResult(samples), now)
+        self._stop_clock(started)
+        for event in events:
             match event:
                 case TokenSampled():
                     num_gaps += self._took_token(event, now)
@@ -256,6 +265,13 @@ class Replica:
             times.lost_s = None
             return 0
         return 1
+
+    def _read_clock(self) -> float:
+        return 0.0 if self._cpu_clock is None else self._cpu_clock()
+
+    def _stop_clock(self, started: float) -> None:
+        if self._cpu_clock is not None and self.scheduler_cpu_s is not None:
+            self.scheduler_cpu_s += self._cpu_clock() - started
 
     def _note_gap(self) -> None:
         if self.gap is not None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from time import process_time
 
 from stemkv.core.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
-from stemkv.measure.results import GIB, SweepCell
+from stemkv.measure.results import GIB, ReplayResult, SweepCell
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.policies import CLAIRVOYANT
 from stemkv.sim.replay import replay
@@ -26,7 +27,15 @@ from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
-__all__ = ["Grid", "Play", "UntimedPlay", "is_hinted", "sweep", "timed_cell"]
+__all__ = [
+    "Grid",
+    "Play",
+    "UntimedPlay",
+    "is_hinted",
+    "measured_cell",
+    "sweep",
+    "timed_cell",
+]
 
 # How one configuration becomes a cell. Of a module, as workers import it.
 Play = Callable[[Trace, ReplayConfig, CostModel], SweepCell]
@@ -66,9 +75,17 @@ class Grid:
         return tuple(replace(base.sharing, name=name) for name in self.sharings)
 
 
+def measured_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCell:
+    """Replay with the clock, and measure the CPU time of the scheduler."""
+    return _cell(trace, config, replay(trace, config, costs, cpu_clock=process_time))
+
+
 def timed_cell(trace: Trace, config: ReplayConfig, costs: CostModel) -> SweepCell:
     """Replay with the clock and keep the headline numbers."""
-    result = replay(trace, config, costs)
+    return _cell(trace, config, replay(trace, config, costs))
+
+
+def _cell(trace: Trace, config: ReplayConfig, result: ReplayResult) -> SweepCell:
     ttft = next((each for each in result.latencies if each.name == "TTFT"), None)
     return SweepCell(
         num_blocks=config.num_blocks,

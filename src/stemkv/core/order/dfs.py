@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stemkv.core.identity import Domain
 from stemkv.core.order.base import Pick
-from stemkv.core.order.ranking import Ranking
+from stemkv.core.order.ranking import Ranking, request_of
 from stemkv.core.request import Request, RequestId, RequestState
 from stemkv.core.waiting import WaitingMatches
 from stemkv.errors import InvariantError
@@ -87,7 +87,7 @@ class Dfs:
         """Return an unfinished prefill, the oldest first, or the next of the tree."""
         row = self._unfinished.first(self._passed)
         if row is not None:
-            return Pick(row[2])
+            return Pick(request_of(row))
         if not self._admits:
             return None
         for request in self._in_order():

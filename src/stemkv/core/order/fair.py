@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from stemkv.core.order.base import Pick
 from stemkv.core.order.keys import KeyOf
 from stemkv.core.order.queue import RequestQueue
-from stemkv.core.order.ranking import Ranking, Row
+from stemkv.core.order.ranking import Ranking, Row, request_of
 from stemkv.core.request import Request, RequestId, RequestState
 from stemkv.core.waiting import WaitingMatches
 
@@ -142,13 +142,15 @@ class Fair:
         if unpaused is not None:
             lane = self._in_lane.get(unpaused.request_id)
             return Pick(unpaused, lane=lane)
-        tenants = self._queue.tenants()
-        if not tenants:
+        heads = self._queue.heads()
+        if not heads:
             return None
-        self._grant(tenants)
-        eligible = {name for name in tenants if self._tenants[name].deficit > 0}
+        tenants = self._tenants
+        eligible = [head for head in heads if tenants[head[0][1]].deficit > 0]
+        if not eligible:
+            self._grant({tenant: None for (_, tenant), _ in heads})
+            eligible = [head for head in heads if tenants[head[0][1]].deficit > 0]
         best = self._queue.best(eligible)
-        assert best is not None, "eligible tenants have candidates"
         return self._lane_pick(best.spec.owner) or Pick(best)
 
     def ran(self, pick: Pick, num_tokens: int, *, is_last: bool) -> None:
@@ -210,10 +212,8 @@ class Fair:
         return tenant
 
     def _grant(self, names: Mapping[str, None]) -> None:
-        """Begin as many rounds as it takes until somebody is eligible."""
+        """Begin as many rounds as it takes until one of some tenants is eligible."""
         tenants = [self._tenants[name] for name in names]
-        if any(tenant.deficit > 0 for tenant in tenants):
-            return
         num_rounds = min(-tenant.deficit // tenant.quantum + 1 for tenant in tenants)
         for tenant in tenants:
             tenant.deficit = min(
@@ -235,7 +235,8 @@ class Fair:
 
     def _oldest(self, tenant: _Tenant) -> Request | None:
         """Return whom a lane serves: the oldest, or the leader that it waits for."""
-        for _, _, request in tenant.oldest.rows():
+        for row in tenant.oldest.rows():
+            request = request_of(row)
             if request.request_id not in self._leaders:
                 return request
             leader = self._leaders[request.request_id]
@@ -246,7 +247,11 @@ class Fair:
     def _give_credit(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.credit += num_tokens
         row = tenant.oldest.first()
-        most = _MOST_CREDIT if row is None else max(_MOST_CREDIT, row[2].num_tokens)
+        most = (
+            _MOST_CREDIT
+            if row is None
+            else max(_MOST_CREDIT, request_of(row).num_tokens)
+        )
         tenant.credit = min(tenant.credit, most * self._lane)
 
 
@@ -263,5 +268,5 @@ class _Tenant:
 
 
 def _is_over(row: Row, now: float) -> bool:
-    key = row[0]
-    return key[0] == 0 and key[1] < now
+    rank, latest_start_s = row[:2]
+    return bool(rank == 0 and latest_start_s < now)

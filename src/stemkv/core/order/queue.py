@@ -11,19 +11,19 @@ whose members share their cache anyhow, the first does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import merge
 from itertools import islice
 
 from stemkv.core.identity import Domain
 from stemkv.core.order.keys import KeyOf
-from stemkv.core.order.ranking import Ranking, Row
+from stemkv.core.order.ranking import Ranking, Row, request_of
 from stemkv.core.request import Request, RequestId, RequestState
 from stemkv.errors import InvariantError
 
-__all__ = ["RequestQueue"]
+__all__ = ["Head", "RequestQueue"]
 
-_Groups = Iterable[tuple[tuple[Domain, str], "_Group"]]
+Head = tuple[tuple[Domain, str], Row]  # domain and tenant, and a row of theirs
 
 
 class RequestQueue:
@@ -38,6 +38,8 @@ class RequestQueue:
         self.pauses = pauses
         self._groups: dict[tuple[Domain, str], _Group] = {}
         self._num_groups: dict[Domain, int] = {}
+        # Whether what is public is ranked as well: not as long as one domain is alone.
+        self._ranks_public = False
         self._unfinished = Ranking()  # by arrival, if they are not paused
         self._held: dict[RequestId, Request] = {}
         self._passed: set[RequestId] = set()  # in this step
@@ -121,45 +123,39 @@ class RequestQueue:
     def to_go_on(self) -> Request | None:
         """Return the unfinished prefill that goes before all else, if there is one."""
         row = self._unfinished.first(self._passed)
-        return None if row is None else row[2]
+        return None if row is None else request_of(row)
 
-    def tenants(self) -> dict[str, None]:
-        """Return the tenants that have a candidate, in a fixed order."""
-        found: dict[str, None] = {}
-        for (_, tenant), group in self._groups.items():
-            if tenant not in found and group.has_candidate(self._passed, self._admits):
-                found[tenant] = None
-        return found
+    def heads(self) -> list[Head]:
+        """Return each group's first candidate, in a fixed order."""
+        passed, admits = self._passed, self._admits
+        heads: list[Head] = []
+        for where, group in self._groups.items():
+            row = group.first(passed, admits=admits, in_public=False)
+            if row is not None:
+                heads.append((where, row))
+        return heads
 
-    def best(self, tenants: Container[str] | None = None) -> Request | None:
-        """Return the candidate that is next, of all or of some tenants."""
-        if len(self._num_groups) == 1:
-            return self._best_of(self._groups.items(), tenants)
-        chosen: tuple[Row, Domain] | None = None
-        for (domain, tenant), group in self._groups.items():
-            if tenants is not None and tenant not in tenants:
-                continue
-            row = group.first(self._passed, self._admits, in_public=True)
-            if row is not None and (chosen is None or row < chosen[0]):
-                chosen = (row, domain)
-        if chosen is None:
-            return None
-        own = [each for each in self._groups.items() if each[0][0] == chosen[1]]
-        return self._best_of(own, tenants)
-
-    def unfinished(self) -> Iterator[Request]:
-        """Yield the paused prefills that may go on in this step."""
-        for group in self._groups.values():
-            for _, _, request in group.unfinished.rows():
-                if request.request_id not in self._passed:
-                    yield request
+    def best(self, heads: Sequence[Head]) -> Request:
+        """Return which of some groups' first candidates is next; there is one."""
+        if len(self._num_groups) > 1:
+            # By what is public it may be another one of the same group that counts.
+            public = []
+            for where, _ in heads:
+                row = self._groups[where].first(
+                    self._passed, admits=self._admits, in_public=True
+                )
+                assert row is not None, "both rankings have the same requests"
+                public.append((row, where[0]))
+            domain = min(public)[1]
+            heads = [head for head in heads if head[0][0] == domain]
+        return request_of(min(row for _, row in heads))
 
     def pop_while(self, is_due: Callable[[Row], bool]) -> Iterator[Request]:
         """Yield first ones of rankings as long as they are due; the caller moves them."""
         for group in self._groups.values():
             for ranking in (group.waiting, group.unfinished):
                 while (row := ranking.first()) is not None and is_due(row):
-                    yield row[2]
+                    yield request_of(row)
 
     def first(self, num: int) -> Iterator[Request]:
         """Yield the first waiting requests, as if nothing but keys decided; pure."""
@@ -168,38 +164,45 @@ class RequestQueue:
             rows = groups[0].waiting.rows()
         else:
             rows = merge(*(group.waiting.rows() for group in groups))
-        return iter([row[2] for row in islice(rows, num)])
+        return iter([request_of(row) for row in islice(rows, num)])
 
     # Private
-
-    def _best_of(
-        self, groups: _Groups, tenants: Container[str] | None
-    ) -> Request | None:
-        best: Row | None = None
-        for (_, tenant), group in groups:
-            if tenants is not None and tenant not in tenants:
-                continue
-            row = group.first(self._passed, self._admits, in_public=False)
-            if row is not None and (best is None or row < best):
-                best = row
-        return None if best is None else best[2]
 
     def _rank(self, request: Request) -> None:
         where = (request.spec.domain, request.spec.owner)
         group = self._groups.get(where)
         if group is None:
-            group = self._groups[where] = _Group()
-            domain = where[0]
-            self._num_groups[domain] = self._num_groups.get(domain, 0) + 1
-        own, public = group.rankings(is_waiting=_is_waiting(request))
-        own.put(request, self._key(request, request.num_ready))
-        public.put(request, self._key(request, request.num_ready_in_public))
+            group = self._new_group(where)
+        is_waiting = request.state is not RequestState.RUNNING
+        ranking, public = group.rankings(is_waiting=is_waiting)
+        ranking.put(request, self._key(request, request.num_ready))
+        if self._ranks_public:
+            public.put(request, self._key(request, request.num_ready_in_public))
+
+    def _new_group(self, where: tuple[Domain, str]) -> _Group:
+        if not self._groups:
+            self._ranks_public = False
+        group = self._groups[where] = _Group()
+        self._num_groups[where[0]] = self._num_groups.get(where[0], 0) + 1
+        if len(self._num_groups) > 1 and not self._ranks_public:
+            # From now on there is something to decide between domains.
+            self._ranks_public = True
+            for each in self._groups.values():
+                for is_waiting in (True, False):
+                    ranking, public = each.rankings(is_waiting=is_waiting)
+                    for row in ranking.rows():
+                        request = request_of(row)
+                        key = self._key(request, request.num_ready_in_public)
+                        public.put(request, key)
+        return group
 
     def _unrank(self, request: Request, *, is_waiting: bool) -> None:
         where = (request.spec.domain, request.spec.owner)
         group = self._groups[where]
-        for ranking in group.rankings(is_waiting=is_waiting):
-            ranking.remove(request)
+        ranking, public = group.rankings(is_waiting=is_waiting)
+        ranking.remove(request)
+        if self._ranks_public:
+            public.remove(request)
         if not group.waiting and not group.unfinished:
             del self._groups[where]
             self._num_groups[where[0]] -= 1
@@ -224,21 +227,14 @@ class _Group:
         return self.unfinished, self.unfinished_in_public
 
     def first(
-        self, passed: Container[RequestId], admits: bool, *, in_public: bool
+        self, passed: Container[RequestId], *, admits: bool, in_public: bool
     ) -> Row | None:
-        row = self.rankings(is_waiting=False)[in_public].first(passed)
+        row = (self.unfinished_in_public if in_public else self.unfinished).first(
+            passed
+        )
         if not admits:
             return row
-        other = self.rankings(is_waiting=True)[in_public].first(passed)
+        other = (self.waiting_in_public if in_public else self.waiting).first(passed)
         if row is None or other is None:
             return row or other
         return min(row, other)
-
-    def has_candidate(self, passed: Container[RequestId], admits: bool) -> bool:
-        if self.unfinished.first(passed) is not None:
-            return True
-        return admits and self.waiting.first(passed) is not None
-
-
-def _is_waiting(request: Request) -> bool:
-    return request.state is not RequestState.RUNNING

@@ -64,8 +64,11 @@ class Ranked:
 
     def pick(self) -> Pick | None:
         """Return an unfinished prefill, the oldest first, or who is ranked first."""
-        request = self._queue.to_go_on() or self._queue.best()
-        return None if request is None else Pick(request)
+        request = self._queue.to_go_on()
+        if request is not None:
+            return Pick(request)
+        heads = self._queue.heads()
+        return Pick(self._queue.best(heads)) if heads else None
 
     def ran(self, pick: Pick, num_tokens: int, *, is_last: bool) -> None:
         """Leave it out for the rest of the step: its chunk was all that fits."""

@@ -8,28 +8,40 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
+from typing import Any
 
 from stemkv.core.request import Request, RequestId
 from stemkv.errors import InvariantError
 
-__all__ = ["Key", "Ranking", "Row"]
+__all__ = ["Key", "Ranking", "Row", "request_of"]
 
-Key = tuple[float, ...]  # smaller is earlier
-Row = tuple[Key, tuple[float, int, int], Request]  # no two have the same arrival
+Key = tuple[float, ...]  # smaller is earlier; in one ranking all have the same length
+# A key, the arrival (no two have the same one) and the request: flat, as comparing
+# nested tuples takes twice as long.
+Row = tuple[Any, ...]
+
+
+def request_of(row: Row) -> Request:
+    """Return the request of a row."""
+    request = row[-1]
+    assert isinstance(request, Request), "rows end with their request"
+    return request
 
 
 class Ranking:
     """Requests, smallest key first; of equal keys the one that arrived first."""
 
+    __slots__ = ("_by_id", "_rows")
+
     def __init__(self) -> None:
         self._rows: list[Row] = []
-        self._places: dict[RequestId, tuple[Key, tuple[float, int, int]]] = {}
+        self._by_id: dict[RequestId, Row] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._places
+        return request.request_id in self._by_id
 
     def rows(self) -> Iterator[Row]:
         """Iterate in order; not while the ranking changes."""
@@ -37,31 +49,31 @@ class Ranking:
 
     def put(self, request: Request, key: Key) -> None:
         """Insert a request, or move it to another key."""
-        place = self._places.get(request.request_id)
-        if place is not None:
-            if place[0] == key:
+        row = (*key, *request.order_key, request)
+        known = self._by_id.get(request.request_id)
+        if known is not None:
+            if known == row:
                 return
-            del self._rows[self._find(request, place)]
-        arrival = request.order_key
-        insort(self._rows, (key, arrival, request))
-        self._places[request.request_id] = (key, arrival)
+            del self._rows[self._find(known)]
+        insort(self._rows, row)
+        self._by_id[request.request_id] = row
 
     def remove(self, request: Request) -> None:
         """Take a request out."""
-        place = self._places.pop(request.request_id, None)
-        if place is None:
+        row = self._by_id.pop(request.request_id, None)
+        if row is None:
             raise InvariantError(f"request {request.request_id} is not in the ranking")
-        del self._rows[self._find(request, place)]
+        del self._rows[self._find(row)]
 
     def first(self, passed: Container[RequestId] = ()) -> Row | None:
-        """Return the first that is not among those passed over."""
+        """Return the first row that is not of one passed over."""
         for row in self._rows:
-            if row[2].request_id not in passed:
+            if row[-1].request_id not in passed:
                 return row
         return None
 
-    def _find(self, request: Request, place: tuple[Key, tuple[float, int, int]]) -> int:
-        at = bisect_left(self._rows, place)
-        if self._rows[at][2] is not request:
-            raise InvariantError(f"request {request.request_id} is ranked elsewhere")
+    def _find(self, row: Row) -> int:
+        at = bisect_left(self._rows, row)
+        if self._rows[at] is not row:
+            raise InvariantError(f"request {row[-1].request_id} is ranked elsewhere")
         return at
