@@ -310,6 +310,8 @@ class WaitingMatches:
 
     def _whole_blocks(self, entry: _Entry, num_bytes: int) -> int:
         """Return how many blocks that is, without too little of a span to tell it."""
+        if not num_bytes:
+            return 0
         num_tokens = num_bytes // TOKEN_BYTES
         end = end_outside_span(entry.tokens, num_tokens)
         return end * TOKEN_BYTES // self._block_bytes

@@ -275,6 +275,8 @@ class RequestResult:
     # prefill tokens that its tenant ran until its first token.
     own_backlog_tokens: int | None = None
     own_run_tokens: int | None = None
+    backlog_tokens: int | None = None  # the same of all tenants
+    run_tokens: int | None = None
 
     @property
     def wait_ratio(self) -> float | None:
@@ -282,6 +284,13 @@ class RequestResult:
         if self.own_run_tokens is None or self.own_backlog_tokens is None:
             return None
         return self.own_run_tokens / max(1, self.own_backlog_tokens)
+
+    @property
+    def wait_ratio_of_all(self) -> float | None:
+        """The same in work of all tenants: who shares with others waits longer."""
+        if self.run_tokens is None or self.backlog_tokens is None:
+            return None
+        return self.run_tokens / max(1, self.backlog_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +308,7 @@ class Scheduling:
     goodput_rps: float
     most_wait_ratio: float | None  # exact; None: nothing finished
     most_wait_request: str | None  # whose that is
+    most_wait_ratio_of_all: float | None  # in work of all tenants, exact
     tenant_gap_tokens: float | None  # weighted, exact; None: fewer than two tenants
     # TTFT of "all", "cold", "warm", "light tenants" and the largest tenants.
     classes: tuple[LatencySummary, ...]

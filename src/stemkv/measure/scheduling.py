@@ -6,7 +6,8 @@ Owns the definitions. Knows no order and no clock of its own.
   and 50 ms; loose: 10 s and 100 ms.
 - *wait ratio* of a request: prefill tokens that its own tenant ran from its arrival to
   its first token, over the uncached tokens of its tenant that were ahead of it then,
-  itself included. 1 if nobody overtook it; `fair` bounds it by about k.
+  itself included. 1 if nobody overtook it; `fair` bounds it by about k. *Of all*: the
+  same with the work of all tenants.
 - *tenant gap*: the largest range, over any time in which two tenants were backlogged
   without a break, of the difference of what they were served: prefill tokens and
   `decode_weight` for each decoded one, over the tenant's weight. 0 is perfectly fair.
@@ -124,6 +125,9 @@ def scheduling_of(
         goodput_rps=good.per_second,
         most_wait_ratio=None if worst is None else worst.wait_ratio,
         most_wait_request=None if worst is None else worst.request_id,
+        most_wait_ratio_of_all=max(
+            (each.wait_ratio_of_all or 0.0 for each in finished), default=None
+        ),
         tenant_gap_tokens=gap_tokens,
         classes=_classes(finished),
         wait_s=dict(sorted(wait_s.items())),

@@ -36,7 +36,8 @@ def order_headline(result: SweepResult) -> str | None:
         return None
     rows = _rows(result)
     best = max(rows, key=lambda row: row[1].slo_share)
-    calmest = min(rows, key=lambda row: _or_inf(row[1].most_wait_ratio))
+    calmest = min(rows, key=lambda row: _or_inf(_of(row[1].ttft("all"), "max")))
+    longest = _of(calmest[1].ttft("all"), "max")
     cell, found = best
     text = (
         f"Of {len({each.order for each, _ in rows})} admission orders “{cell.order}” "
@@ -48,10 +49,10 @@ def order_headline(result: SweepResult) -> str | None:
     if others:
         least = min(others, key=lambda row: row[1].slo_share)
         text += f" (“{least[0].order}” {percent(least[1].slo_share)})"
-    if calmest[1].most_wait_ratio is not None:
+    if longest is not None:
         text += (
-            f"; with “{calmest[0].order}” nobody waits for more than "
-            f"{calmest[1].most_wait_ratio:.1f} times the work that was ahead"
+            f"; with “{calmest[0].order}” nobody waits longer than {seconds(longest)}, "
+            f"with “{cell.order}” {seconds(_of(found.ttft('all'), 'max'))}"
         )
     return f"{text}."
 
@@ -88,11 +89,15 @@ def order_charts(result: SweepResult) -> list[Chart]:
         _bars(
             f"The longest wait, {where}",
             group,
-            {"times the work that was ahead": lambda f: f.most_wait_ratio},
-            axis="x own backlog",
-            note="Prefill tokens that a tenant ran from a request's arrival to its first "
-            "token, over its own uncached tokens ahead of it, itself included: 1 if "
-            "nobody overtook it. The longest of all requests.",
+            {
+                "in work of its tenant": lambda f: f.most_wait_ratio,
+                "in work of all": lambda f: f.most_wait_ratio_of_all,
+            },
+            axis="x backlog",
+            note="Prefill tokens that were run from a request's arrival to its first "
+            "token, over the uncached tokens that were ahead of it, itself included: 1 "
+            "if nobody overtook it. Of its own tenant, and of all. The longest of all "
+            "requests.",
             label="exact, of estimated steps",
         )
     )
@@ -163,7 +168,7 @@ def _totals(group: Sequence[_Row], where: str) -> Section:
     has_gap = any(found.tenant_gap_tokens is not None for _, found in group)
     has_cpu = any(found.scheduler_cpu_s is not None for _, found in group)
     columns = ["order", "TTFT p50 s", "p95 s", "p99 s", "longest s", "within limits %"]
-    columns += ["goodput per s", "longest wait, x backlog"]
+    columns += ["goodput per s", "longest wait, x own backlog", "x all"]
     columns += ["tenant gap, tokens"] if has_gap else []
     columns += ["hit tokens", "requests per s"]
     columns += ["scheduler CPU s"] if has_cpu else []
@@ -172,14 +177,16 @@ def _totals(group: Sequence[_Row], where: str) -> Section:
         every = found.ttft("all")
         row: list[Cell] = [cell.order]
         row += [_of(every, each) for each in ("p50", "p95", "p99", "max")]
-        row += [per_cent(found.slo_share), found.goodput_rps, found.most_wait_ratio]
+        row += [per_cent(found.slo_share), found.goodput_rps]
+        row += [found.most_wait_ratio, found.most_wait_ratio_of_all]
         row += [found.tenant_gap_tokens] if has_gap else []
         row += [found.hit_tokens, found.requests_per_s]
         row += [found.scheduler_cpu_s] if has_cpu else []
         rows.append(row)
     note = (
-        f"Within limits: {_limits(group[0][1])}, of all requests. Longest wait: see "
-        f"below. Tenant gap: the furthest that two backlogged tenants got apart in what "
+        f"Within limits: {_limits(group[0][1])}, of all requests. Longest wait: prefill "
+        f"tokens run until the first token over those that were ahead, of the own tenant "
+        f"and of all. Tenant gap: the furthest that two backlogged tenants got apart in what "
         f"they were served, weighted."
     )
     if has_cpu:

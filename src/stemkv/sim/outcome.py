@@ -234,6 +234,8 @@ class Outcome:
             },
             own_backlog_tokens=None if share is None else share.own_backlog,
             own_run_tokens=None if share is None else share.own_run,
+            backlog_tokens=None if share is None else share.backlog,
+            run_tokens=None if share is None else share.run,
         )
 
     def _request_name(self, request_id: str) -> str:

@@ -9,8 +9,7 @@ matter, what follows if it does not is the order's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stemkv.core.request import Request
 from stemkv.core.waiting import WaitingMatches
@@ -18,8 +17,7 @@ from stemkv.core.waiting import WaitingMatches
 __all__ = ["Order", "Pick"]
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
+class Pick(NamedTuple):
     """Whose chunk is next."""
 
     request: Request

@@ -142,14 +142,14 @@ class Fair:
         if unpaused is not None:
             lane = self._in_lane.get(unpaused.request_id)
             return Pick(unpaused, lane=lane)
-        heads = self._queue.heads()
-        if not heads:
+        groups = self._queue.candidates()
+        if not groups:
             return None
         tenants = self._tenants
-        eligible = [head for head in heads if tenants[head[0][1]].deficit > 0]
+        eligible = [each for each in groups if tenants[each.tenant].deficit > 0]
         if not eligible:
-            self._grant({tenant: None for (_, tenant), _ in heads})
-            eligible = [head for head in heads if tenants[head[0][1]].deficit > 0]
+            self._grant({each.tenant: None for each in groups})
+            eligible = [each for each in groups if tenants[each.tenant].deficit > 0]
         best = self._queue.best(eligible)
         return self._lane_pick(best.spec.owner) or Pick(best)
 
@@ -246,6 +246,8 @@ class Fair:
 
     def _give_credit(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.credit += num_tokens
+        if tenant.credit <= _MOST_CREDIT * self._lane:
+            return
         row = tenant.oldest.first()
         most = (
             _MOST_CREDIT

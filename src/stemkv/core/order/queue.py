@@ -21,9 +21,7 @@ from stemkv.core.order.ranking import Ranking, Row, request_of
 from stemkv.core.request import Request, RequestId, RequestState
 from stemkv.errors import InvariantError
 
-__all__ = ["Head", "RequestQueue"]
-
-Head = tuple[tuple[Domain, str], Row]  # domain and tenant, and a row of theirs
+__all__ = ["Group", "RequestQueue"]
 
 
 class RequestQueue:
@@ -36,13 +34,14 @@ class RequestQueue:
     def __init__(self, key: KeyOf, *, pauses: bool) -> None:
         self._key = key
         self.pauses = pauses
-        self._groups: dict[tuple[Domain, str], _Group] = {}
+        self._groups: dict[tuple[Domain, str], Group] = {}
         self._num_groups: dict[Domain, int] = {}
         # Whether what is public is ranked as well: not as long as one domain is alone.
         self._ranks_public = False
         self._unfinished = Ranking()  # by arrival, if they are not paused
         self._held: dict[RequestId, Request] = {}
         self._passed: set[RequestId] = set()  # in this step
+        self._group_of: dict[RequestId, Group] = {}
         self._admits = True
         self._num_waiting = 0
 
@@ -101,16 +100,27 @@ class RequestQueue:
 
     def begin(self, *, admits: bool) -> None:
         """Begin a step; without `admits` nobody who waits is a candidate."""
-        self._passed.clear()
-        self._admits = admits
+        if admits != self._admits:
+            self._admits = admits
+            self._forget_heads()
+        if self._passed:
+            for request_id in self._passed:
+                group = self._group_of.get(request_id)
+                if group is not None:
+                    group.knows_head = False
+            self._passed.clear()
 
     def stop_admitting(self) -> None:
         """Let nobody start who has not in this step."""
         self._admits = False
+        self._forget_heads()
 
     def pass_over(self, request: Request) -> None:
         """Leave a request out for the rest of the step."""
         self._passed.add(request.request_id)
+        group = self._group_of.get(request.request_id)
+        if group is not None:
+            group.knows_head = False
 
     def is_candidate(self, request: Request) -> bool:
         """Whether a request of the queue may be picked now."""
@@ -122,33 +132,43 @@ class RequestQueue:
 
     def to_go_on(self) -> Request | None:
         """Return the unfinished prefill that goes before all else, if there is one."""
+        if self.pauses:
+            return None
         row = self._unfinished.first(self._passed)
         return None if row is None else request_of(row)
 
-    def heads(self) -> list[Head]:
-        """Return each group's first candidate, in a fixed order."""
-        passed, admits = self._passed, self._admits
-        heads: list[Head] = []
-        for where, group in self._groups.items():
-            row = group.first(passed, admits=admits, in_public=False)
-            if row is not None:
-                heads.append((where, row))
-        return heads
+    def candidates(self) -> list[Group]:
+        """Return the groups that have a candidate, in a fixed order."""
+        found: list[Group] = []
+        for group in self._groups.values():
+            if not group.knows_head:
+                group.head = group.first(
+                    self._passed, admits=self._admits, in_public=False
+                )
+                group.knows_head = True
+            if group.head is not None:
+                found.append(group)
+        return found
 
-    def best(self, heads: Sequence[Head]) -> Request:
+    def best(self, groups: Sequence[Group]) -> Request:
         """Return which of some groups' first candidates is next; there is one."""
         if len(self._num_groups) > 1:
             # By what is public it may be another one of the same group that counts.
             public = []
-            for where, _ in heads:
-                row = self._groups[where].first(
-                    self._passed, admits=self._admits, in_public=True
-                )
+            for group in groups:
+                row = group.first(self._passed, admits=self._admits, in_public=True)
                 assert row is not None, "both rankings have the same requests"
-                public.append((row, where[0]))
+                public.append((row, group.domain))
             domain = min(public)[1]
-            heads = [head for head in heads if head[0][0] == domain]
-        return request_of(min(row for _, row in heads))
+            groups = [group for group in groups if group.domain == domain]
+        best: Row | None = None
+        for group in groups:
+            row = group.head
+            assert row is not None, "a group with a candidate has a first one"
+            if best is None or row < best:
+                best = row
+        assert best is not None, "asked of groups with candidates"
+        return request_of(best)
 
     def pop_while(self, is_due: Callable[[Row], bool]) -> Iterator[Request]:
         """Yield first ones of rankings as long as they are due; the caller moves them."""
@@ -168,21 +188,27 @@ class RequestQueue:
 
     # Private
 
+    def _forget_heads(self) -> None:
+        for group in self._groups.values():
+            group.knows_head = False
+
     def _rank(self, request: Request) -> None:
-        where = (request.spec.domain, request.spec.owner)
-        group = self._groups.get(where)
+        group = self._group_of.get(request.request_id)
         if group is None:
-            group = self._new_group(where)
+            where = (request.spec.domain, request.spec.owner)
+            group = self._groups.get(where) or self._new_group(where)
+            self._group_of[request.request_id] = group
         is_waiting = request.state is not RequestState.RUNNING
         ranking, public = group.rankings(is_waiting=is_waiting)
+        group.knows_head = False
         ranking.put(request, self._key(request, request.num_ready))
         if self._ranks_public:
             public.put(request, self._key(request, request.num_ready_in_public))
 
-    def _new_group(self, where: tuple[Domain, str]) -> _Group:
+    def _new_group(self, where: tuple[Domain, str]) -> Group:
         if not self._groups:
             self._ranks_public = False
-        group = self._groups[where] = _Group()
+        group = self._groups[where] = Group(*where)
         self._num_groups[where[0]] = self._num_groups.get(where[0], 0) + 1
         if len(self._num_groups) > 1 and not self._ranks_public:
             # From now on there is something to decide between domains.
@@ -197,25 +223,38 @@ class RequestQueue:
         return group
 
     def _unrank(self, request: Request, *, is_waiting: bool) -> None:
-        where = (request.spec.domain, request.spec.owner)
-        group = self._groups[where]
+        group = self._group_of.pop(request.request_id)
         ranking, public = group.rankings(is_waiting=is_waiting)
+        group.knows_head = False
         ranking.remove(request)
         if self._ranks_public:
             public.remove(request)
         if not group.waiting and not group.unfinished:
-            del self._groups[where]
-            self._num_groups[where[0]] -= 1
-            if not self._num_groups[where[0]]:
-                del self._num_groups[where[0]]
+            del self._groups[group.domain, group.tenant]
+            self._num_groups[group.domain] -= 1
+            if not self._num_groups[group.domain]:
+                del self._num_groups[group.domain]
 
 
-class _Group:
-    """What one tenant has in one domain."""
+class Group:
+    """What one tenant has in one domain; the queue's own, to be read by orders."""
 
-    __slots__ = ("unfinished", "unfinished_in_public", "waiting", "waiting_in_public")
+    __slots__ = (
+        "domain",
+        "head",
+        "knows_head",
+        "tenant",
+        "unfinished",
+        "unfinished_in_public",
+        "waiting",
+        "waiting_in_public",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, domain: Domain, tenant: str) -> None:
+        self.domain = domain
+        self.tenant = tenant
+        self.head: Row | None = None  # the first candidate, if that is known
+        self.knows_head = False
         self.waiting = Ranking()
         self.waiting_in_public = Ranking()
         self.unfinished = Ranking()

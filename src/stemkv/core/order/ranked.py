@@ -67,8 +67,8 @@ class Ranked:
         request = self._queue.to_go_on()
         if request is not None:
             return Pick(request)
-        heads = self._queue.heads()
-        return Pick(self._queue.best(heads)) if heads else None
+        groups = self._queue.candidates()
+        return Pick(self._queue.best(groups)) if groups else None
 
     def ran(self, pick: Pick, num_tokens: int, *, is_last: bool) -> None:
         """Leave it out for the rest of the step: its chunk was all that fits."""

@@ -23,8 +23,7 @@ Row = tuple[Any, ...]
 
 def request_of(row: Row) -> Request:
     """Return the request of a row."""
-    request = row[-1]
-    assert isinstance(request, Request), "rows end with their request"
+    request: Request = row[-1]
     return request
 
 
