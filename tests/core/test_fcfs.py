@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core import Fcfs, Request, RequestId
+from stemkv.core import Fcfs, Request
 from stemkv.core.request import RequestState
 from tests.core.scheduling import build_spec
 
@@ -15,13 +15,15 @@ def build_request(request_id: str, *, arrival_s: float, added: int = 0) -> Reque
 
 
 def order_of(order: Fcfs) -> list[str]:
-    return [request.request_id for request in order.candidates(0.0)]
+    """Who would start one after another if everybody fitted; pure."""
+    return [request.request_id for request in order.first(len(order), 0.0)]
 
 
-def test_an_empty_order_has_no_candidates() -> None:
+def test_an_empty_order_picks_nobody() -> None:
     order = Fcfs()
+    order.begin(0.0, admits=True)
 
-    assert order_of(order) == []
+    assert order.pick() is None
     assert len(order) == 0
 
 
@@ -48,6 +50,7 @@ def test_samples_of_one_request_stand_side_by_side() -> None:
     for sample in (2, 1):
         child = build_request("r", arrival_s=1.0, added=0)
         child.become_sample(parent, sample)
+        child.state = RequestState.PREEMPTED
         order.add(child)
     order.add(build_request("later", arrival_s=1.0, added=1))
     order.add(parent)
@@ -58,10 +61,14 @@ def test_samples_of_one_request_stand_side_by_side() -> None:
 def test_anybody_can_be_removed_wherever_he_stands() -> None:
     for removed in "abc":
         order = Fcfs()
-        for added, name in enumerate("abc"):
-            order.add(build_request(name, arrival_s=1.0, added=added))
+        requests = {
+            name: build_request(name, arrival_s=1.0, added=added)
+            for added, name in enumerate("abc")
+        }
+        for request in requests.values():
+            order.add(request)
 
-        order.remove(RequestId(removed))
+        order.remove(requests[removed])
 
         assert order_of(order) == [name for name in "abc" if name != removed]
         assert len(order) == 2
@@ -69,63 +76,61 @@ def test_anybody_can_be_removed_wherever_he_stands() -> None:
 
 def test_a_preempted_request_returns_to_its_place() -> None:
     order = Fcfs()
-    first = build_request("first", arrival_s=1.0)
+    first, second = (
+        build_request(name, arrival_s=1.0, added=added)
+        for added, name in enumerate("ab")
+    )
     order.add(first)
-    order.add(build_request("second", arrival_s=2.0))
-    order.remove(first.request_id)
-    order.add(build_request("third", arrival_s=3.0))
-
+    order.add(second)
+    first.state = RequestState.RUNNING
+    order.start(first)
+    order.remove(first)  # its prefill is done
     first.state = RequestState.PREEMPTED
+
     order.add(first)
 
-    assert order_of(order) == ["first", "second", "third"]
+    assert order_of(order) == ["a", "b"]
 
 
-def test_asking_for_candidates_changes_nothing_and_survives_admission() -> None:
+def test_an_unfinished_prefill_goes_before_all_who_wait() -> None:
     order = Fcfs()
-    for added, name in enumerate("abc"):
-        order.add(build_request(name, arrival_s=1.0, added=added))
+    late, early = (
+        build_request("late", arrival_s=2.0, added=0),
+        build_request("early", arrival_s=1.0, added=1),
+    )
+    order.add(late)
+    late.state = RequestState.RUNNING
+    order.start(late)
+    order.add(early)
 
-    seen = []
-    for request in order.candidates(5.0):
-        seen.append(request.request_id)
-        order.remove(request.request_id)
+    order.begin(0.0, admits=True)
 
-    assert seen == ["a", "b", "c"]
-    assert len(order) == 0
-
-
-def test_time_does_not_change_the_order() -> None:
-    order = Fcfs()
-    for added, name in enumerate("abc"):
-        order.add(build_request(name, arrival_s=float(added), added=added))
-
-    for now in (0.0, 1.5, 1e9):
-        names = [request.request_id for request in order.candidates(now)]
-        assert names == ["a", "b", "c"]
+    pick = order.pick()
+    assert pick is not None
+    assert pick.request is late
 
 
 @given(
-    arrivals=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1e9]), max_size=12),
-    data=st.data(),
+    acts=st.lists(
+        st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 5)), max_size=40
+    )
 )
-@settings(max_examples=60, deadline=None)
-def test_it_agrees_with_sorting_by_arrival_and_order_of_add(
-    arrivals: list[float], data: st.DataObject
+@settings(deadline=None)
+def test_the_order_is_always_that_of_sorted_arrivals(
+    acts: list[tuple[str, int]],
 ) -> None:
-    requests = [
-        build_request(f"r{added}", arrival_s=arrival_s, added=added)
-        for added, arrival_s in enumerate(arrivals)
-    ]
-    order, waiting = Fcfs(), []
-    for request in data.draw(st.permutations(requests)):
-        order.add(request)
-        waiting.append(request)
-        if data.draw(st.booleans()):
-            gone = data.draw(st.sampled_from(waiting))
-            waiting.remove(gone)
-            order.remove(gone.request_id)
+    order = Fcfs()
+    waiting: list[Request] = []
+    for added, (act, number) in enumerate(acts):
+        if act == "add":
+            request = build_request(f"r{added}", arrival_s=float(number), added=added)
+            order.add(request)
+            waiting.append(request)
+        elif waiting:
+            order.remove(waiting.pop(number % len(waiting)))
 
-        waiting.sort(key=lambda r: (r.spec.arrival_s, r.sequence_number))
-        assert list(order.candidates(0.0)) == waiting
-        assert len(order) == len(waiting)
+        expected = sorted(waiting, key=lambda request: request.order_key)
+        assert order_of(order) == [request.request_id for request in expected]
+        order.begin(0.0, admits=True)
+        pick = order.pick()
+        assert (pick and pick.request) == (expected[0] if expected else None)
