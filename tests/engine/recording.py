@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stemkv.core import CostModel
 from stemkv.engine import Engine, EngineConfig, LoadedModel
 from stemkv.engine.recorder import StepRecorder
 from stemkv.measure.steplog import StepLog, read_step_log
@@ -33,6 +34,7 @@ def record(
     *,
     num_blocks: int = 64,
     block_size: int = 8,
+    costs: CostModel | None = None,
     **config: Any,
 ) -> Recording:
     """An engine as `build_engine` makes it, recorded from its start."""
@@ -47,5 +49,7 @@ def record(
     )
     file = io.StringIO()
     recorder = StepRecorder(file, model=loaded.name)
-    engine = Engine(loaded, EngineConfig(**settings | config), recorder=recorder)
+    engine = Engine(
+        loaded, EngineConfig(**settings | config), costs=costs, recorder=recorder
+    )
     return Recording(engine, file)

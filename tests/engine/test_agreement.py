@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from stemkv.core import TokenIds
+from stemkv.core import OrderConfig, TokenIds
+from stemkv.core.orders import ORDERS
 from stemkv.engine import LoadedModel, SamplingParams
 from tests.engine.models import (
     TINY,
@@ -60,6 +61,51 @@ def test_random_traffic_gets_what_each_request_gets_alone(dtype: torch.dtype) ->
     # A traffic that meets none of this would agree with anything.
     for what in ("fresh tokens compared", "evicted", "forked", "preempted", "reused"):
         assert met[what], f"no {what}: {met}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_answered_is_the_same_in_every_order(dtype: torch.dtype) -> None:
+    """A backlog with forks and aborts in a pool that is too small for it."""
+    loaded = tiny_once("llama-group1", dtype)
+    heads = [random_ids(30, seed=seed) for seed in range(3)]
+    asks = [
+        Ask(
+            request_id=f"r{index}",
+            ids=(*heads[index % 3], *random_ids(1 + 5 * (index % 4), seed=10 + index)),
+            params=SamplingParams(
+                max_new_tokens=9,
+                num_samples=1 + index % 2,
+                temperature=float(index % 2),
+                seed=index,
+            ),
+            tenant="ab"[index % 2],
+            cancelled_at=index if index in (5, 8) else None,
+        )
+        for index in range(10)
+    ]
+    first_to_last = set()
+    for order in (
+        *(OrderConfig(name=name) for name in ORDERS if name != "deadline"),
+        OrderConfig(lane=1, quantum=16, pauses_prefills=False),
+    ):
+        engine = build_engine(
+            loaded,
+            num_blocks=26,
+            block_size=4,
+            token_budget=24,
+            max_num_running=4,
+            order=order,
+        )
+
+        served = serve(engine, asks)
+
+        assert_agreement(served, loaded)
+        assert_idle(engine)
+        ended = [c for c in served.completions.values() if c.timeline.token_s]
+        assert len({c.request_id for c in ended}) >= 8
+        assert engine.usage().num_evicted_blocks > 0
+        first_to_last.add(tuple(c.request_id for c in ended))
+    assert len(first_to_last) > 2, "the orders decided something"
 
 
 @pytest.mark.slow

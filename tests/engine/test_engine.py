@@ -708,6 +708,7 @@ def test_steps_are_recorded_with_what_they_computed() -> None:
         kv_memory_bytes=kv_bytes(loaded, 64, 16),
         token_budget=30,
         max_num_running=8,
+        order=OrderConfig(name="fcfs"),
         num_threads=1,
         runs_self_test=False,
     )

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from stemkv.core import PrefixCache, Scheduler
+from stemkv.core import OrderConfig, PrefixCache, Scheduler
 from stemkv.core.policies import EvictionConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recorder import StepRecorder
@@ -64,8 +64,8 @@ def test_the_log_tells_prompts_outputs_and_every_step_in_order() -> None:
 
     assert log.header.cache == engine.cache.config
     assert log.header.scheduler == engine.scheduler.config
-    assert (log.header.eviction, log.header.order) == (EvictionConfig(), "fcfs")
-    assert (log.header.quotas, log.header.block_seconds) == (None, None)
+    assert (log.header.eviction, log.header.order) == (EvictionConfig(), OrderConfig())
+    assert (log.header.quotas, log.header.costs) == (None, None)
     (spec,) = log.specs
     assert (spec.request_id, list(spec.prompt)) == ("r", random_ids(30))
     steps = log.steps()

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from stemkv.core.cache import PrefixCache
 from stemkv.core.config import CacheConfig, SchedulerConfig
+from stemkv.core.cost import FittedCost
 from stemkv.core.eviction import Lru
 from stemkv.core.hints import Hints
 from stemkv.core.identity import PUBLIC, Domain
 from stemkv.core.order import Fcfs
+from stemkv.core.orders import OrderConfig
 from stemkv.core.plan import Sample, StepResult
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
@@ -52,12 +54,27 @@ from stemkv.measure.steplog import (
     read_step_log,
 )
 
+COSTS = FittedCost(
+    source="made up",
+    bytes_per_token=7,
+    step_s=0.1 + 0.2,
+    prefill_chunk_s=1e-9,
+    prefill_token_s=1 / 3,
+    prefill_pair_s=1e-12,
+    decode_s=0.002,
+    decode_context_s=1e-5,
+    flops_per_token=1.0,
+    flops_per_pair=1.0,
+    assumed_watts=1.0,
+)
 HEADER = StepLogHeader(
     model="tiny",
     cache=CacheConfig(num_blocks=7, block_size=4),
     scheduler=SchedulerConfig(token_budget=64, max_request_tokens=99, watermark=0.25),
     eviction=EvictionConfig(name="gdsf", objective="seconds"),
-    order="fcfs",
+    order=OrderConfig(
+        name="deadline", lane=3, weights={"ann": 0.1 + 0.2}, slo_ttft_s={"x": 1e-9}
+    ),
     quotas=QuotaConfig(
         quotas={
             Domain.private("ann"): Quota(floor_blocks=2, cap_blocks=3, weight=1.5),
@@ -66,7 +83,7 @@ HEADER = StepLogHeader(
         default=Quota(cap_blocks=1),
         public_blocks=1,
     ),
-    block_seconds=(0.1, 0.1 + 0.2, 1e-9),
+    costs=COSTS,
 )
 
 times = st.floats(-1e6, 1e6)
@@ -101,6 +118,7 @@ specs = st.builds(
     adapter=st.none() | names,
     start_position=st.integers(0, 99),
     tenant=st.none() | names,
+    request_class=st.none() | names,
     hints=hints,
 )
 digests = st.text("0123456789abcdef", max_size=8)
@@ -196,7 +214,13 @@ def test_no_field_of_anything_recorded_is_left_out() -> None:
     """A new field of a spec or a config must get a codec, or a log repeats badly."""
     forms = [steplog._HEADER, steplog._CACHE, steplog._SCHEDULER, steplog._SPEC]
     forms += [steplog._PLAN, steplog._STATE, *steplog._FORMS.values()]
-    forms += [steplog._EVICTION, steplog._QUOTAS, steplog._QUOTA, steplog._HINTS]
+    forms += [
+        steplog._ORDER,
+        steplog._EVICTION,
+        steplog._QUOTAS,
+        steplog._QUOTA,
+        steplog._HINTS,
+    ]
     for form in forms:
         assert is_dataclass(form.make)
         assert {f.name for f in fields(form.make)} == set(form.codecs), form.make
@@ -205,7 +229,7 @@ def test_no_field_of_anything_recorded_is_left_out() -> None:
 def test_the_header_says_that_token_ids_are_in_the_log() -> None:
     header = json.loads(written()[0])
 
-    assert header["schema"] == "stemkv.steplog/2"
+    assert header["schema"] == "stemkv.steplog/3"
     assert "token ids of prompts and outputs" in header["contains"]
 
 
@@ -437,7 +461,7 @@ def plan_line(line: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spoil, problem",
     [
-        (lambda lines: lines[1:], ":1: schema: must be 'stemkv.steplog/2', got None"),
+        (lambda lines: lines[1:], ":1: schema: must be 'stemkv.steplog/3', got None"),
         (lambda lines: [], ": empty"),
         (lambda lines: ["{", *lines], ":1: not JSON"),
         (lambda lines: [*lines[:-1], lines[-1][:-9]], ":3: not JSON"),
@@ -461,9 +485,10 @@ def plan_line(line: dict[str, Any]) -> dict[str, Any]:
             ":1: quotas.quotas: must name a domain once",
         ),
         (
-            lambda lines: [lines[0].replace("steplog/2", "steplog/1")],
-            ":1: schema: must be 'stemkv.steplog/2', got 'stemkv.steplog/1', which does "
-            "not say how blocks were evicted; record the log with this version",
+            lambda lines: [lines[0].replace("steplog/3", "steplog/1")],
+            ":1: schema: must be 'stemkv.steplog/3', got 'stemkv.steplog/1', which does "
+            "not say in which order requests were served; record the log with this "
+            "version",
         ),
     ],
     ids=[

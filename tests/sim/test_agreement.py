@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from stemkv.core import (
     CacheConfig,
     Domain,
-    Fcfs,
     FinishReason,
+    OrderConfig,
     RequestSpec,
     Sample,
     SchedulerConfig,
@@ -34,6 +34,7 @@ from stemkv.core import (
 from stemkv.core.cost import FittedCost, StepShape
 from stemkv.core.events import PrefixAwaited, TokenSampled
 from stemkv.core.hints import Hints
+from stemkv.core.orders import ORDERS
 from stemkv.core.policies import EvictionConfig
 from stemkv.core.quota import Quota, QuotaConfig
 from stemkv.core.request import RequestId
@@ -83,7 +84,7 @@ def assert_repeats(log: StepLog) -> Agreement:
 
 def test_random_traffic_is_repeated_plan_by_plan() -> None:
     met: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(14):
         draw = random.Random(seed)
         recording = record(
             num_blocks=draw.choice((26, 40, 160)),
@@ -231,7 +232,7 @@ def test_every_policy_evicts_the_same_blocks_again(
     assert_repeats(log)
 
     assert (log.header.quotas is not None) == has_quotas
-    assert (log.header.block_seconds is None) == (eviction.objective == "tokens")
+    assert (log.header.costs is None) == (eviction.objective == "tokens")
     kinds = Counter(type(call) for call in log.calls)
     for kind in (SessionEnded, Kept, Declared):
         assert kinds[kind], f"no {kind}: {kinds}"
@@ -296,7 +297,7 @@ def test_another_policy_on_the_same_log_is_a_difference(
 ) -> None:
     log = lived(eviction, has_quotas=False).log
     weighed = EvictionConfig(name="gdsf", objective="seconds")
-    priced = lived(weighed, has_quotas=False).log.header.block_seconds
+    priced = lived(weighed, has_quotas=False).log.header.costs
     # Blocks of one size and no costs: nothing is left that GDSF adds.
     alike = {"lfu_da-tokens", "gdsf-tokens"}
     for other in POLICIES:
@@ -305,7 +306,7 @@ def test_another_policy_on_the_same_log_is_a_difference(
         header = replace(
             log.header,
             eviction=other,
-            block_seconds=priced if other.objective == "seconds" else None,
+            costs=priced if other.objective == "seconds" else None,
         )
 
         found = repeat(replace(log, header=header)).first_difference
@@ -409,16 +410,9 @@ QUOTAS = QuotaConfig(
 def test_a_log_of_seconds_without_prices_is_refused() -> None:
     eviction = EvictionConfig(objective="seconds")
     log = lived(eviction, has_quotas=False).log
-    priced = log.header.block_seconds
-    assert priced is not None
 
     with pytest.raises(StepLogError, match="header: objective seconds needs a cost"):
-        make_core(replace(log.header, block_seconds=None))
-    found = repeat(
-        replace(log, header=replace(log.header, block_seconds=priced[:3]))
-    ).first_difference
-    assert found is not None
-    assert "block_seconds: 3 blocks are priced" in str(found)
+        make_core(replace(log.header, costs=None))
 
 
 def test_a_header_that_promises_too_much_is_refused(busy_log: StepLog) -> None:
@@ -521,11 +515,52 @@ def test_a_log_that_the_core_refuses_is_a_difference(busy_log: StepLog) -> None:
     assert "DuplicateRequest" in str(found)
 
 
-def test_an_order_that_is_not_known_is_named(busy_log: StepLog) -> None:
-    header = replace(busy_log.header, order="oracle")
+def test_an_order_without_the_costs_it_needs_is_refused(busy_log: StepLog) -> None:
+    order = OrderConfig(name="deadline", slo_ttft_s={"chat": 1.0})
+    header = replace(busy_log.header, order=order)
 
-    with pytest.raises(StepLogError, match="order: 'oracle' is not known here"):
+    with pytest.raises(StepLogError, match="header: order deadline needs a cost model"):
         make_core(header)
+
+
+EVERY_ORDER = [
+    *(OrderConfig(name=name) for name in ORDERS if name != "deadline"),
+    OrderConfig(name="deadline", slo_ttft_s={"a": 0.5}),
+    OrderConfig(lane=2, quantum=64, pauses_prefills=False, weights={"a": 2.0}),
+]
+
+
+@pytest.mark.parametrize("has_costs", [False, True], ids=["tokens", "seconds"])
+@pytest.mark.parametrize("index", range(len(EVERY_ORDER)))
+def test_every_order_plans_the_same_again(index: int, has_costs: bool) -> None:
+    order = EVERY_ORDER[index]
+    if order.name == "deadline" and not has_costs:
+        return  # which is refused, see above
+    num_differing = 0
+    for seed in range(2):
+        draw = random.Random(seed)
+        config = {"order": order, "block_size": 4}
+        if has_costs:
+            config["step_time_s"] = 0.3
+        recording = record(
+            num_blocks=draw.choice((40, 160)),
+            token_budget=draw.choice((7, 40)),
+            max_num_running=4,
+            costs=COST if has_costs else None,
+            **config,
+        )
+        serve(recording.engine, _fitting(random_traffic(draw), recording.engine))
+        assert recording.log.header.order == order
+        assert recording.log.header.costs == (COST if has_costs else None)
+
+        assert_repeats(recording.log)
+
+        others = [each for each in EVERY_ORDER if each != order]
+        for other in others if has_costs else ():
+            header = replace(recording.log.header, order=other)
+            changed = replace(recording.log, header=header)
+            num_differing += not repeat(changed).is_equal
+    assert num_differing or not has_costs  # the order decided something
 
 
 # Times
@@ -560,7 +595,7 @@ def run_on_cost(
         cache=CacheConfig(num_blocks=60, block_size=4),
         scheduler=SchedulerConfig(token_budget=32, max_num_running=6),
     )
-    _, scheduler = StepRecorder(file, model="none").make_core(core, Fcfs())
+    _, scheduler = StepRecorder(file, model="none").make_core(core)
     waiting = deque(sorted(specs, key=lambda spec: spec.arrival_s))
     left = dict(sorted(cancels.items(), key=lambda item: item[1]))
     now = 0.0

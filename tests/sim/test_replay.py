@@ -21,7 +21,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stemkv.core import Fcfs, PrefixCache, Sample, Scheduler, StepPlan, StepResult
+from stemkv.core import (
+    OrderConfig,
+    PrefixCache,
+    Sample,
+    Scheduler,
+    StepPlan,
+    StepResult,
+)
 from stemkv.core.check import check_scheduler
 from stemkv.core.cost import FittedCost, StepShape
 from stemkv.core.events import (
@@ -32,6 +39,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
+from stemkv.core.orders import ORDERS
 from stemkv.errors import ConfigError, InvariantError, PromptTooLong
 from stemkv.measure.latency import summarize
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
@@ -145,7 +153,10 @@ class NaiveDriver:
         cache = PrefixCache(config.cache(), make_policy, quotas=quotas)
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
-        return NaiveReplica(cache, Scheduler(config.limits(), cache, Fcfs()))
+        scheduler = Scheduler(
+            config.limits(), cache, config.order.make(COSTS), costs=COSTS
+        )
+        return NaiveReplica(cache, scheduler)
 
     def _arrive(self, index: int, now: float) -> None:
         self.requests[index] = Naive(now)
@@ -161,9 +172,9 @@ class NaiveDriver:
         plan = replica.plan = replica.scheduler.schedule(now)
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            has_begun = bool(self.requests[int(chunk.request_id)].token_times_s)
-            is_decode = has_begun and chunk.end - chunk.start == 1
-            shape.add_chunk(chunk.start, chunk.end, is_decode=is_decode)
+            request = replica.scheduler.request(chunk.request_id)
+            assert request is not None
+            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
         seconds = COSTS.step_seconds(shape)
         replica.ends_s = now + seconds
         replica.busy_s += seconds
@@ -254,6 +265,7 @@ def traffic(seed: int, *, num_requests: int = 24, unit_size: int = 6) -> Trace:
 
 def settings_of(seed: int) -> ReplayConfig:
     rng, policies = random.Random(seed + 1), random.Random(seed + 3)
+    orders = random.Random(seed + 4)
     num_running = rng.choice([1, 3, 8])
     block_size = rng.choice([4, 4, 16])
     num_blocks = rng.choice([14, 20, 60]) * 4 // block_size
@@ -278,6 +290,17 @@ def settings_of(seed: int) -> ReplayConfig:
         objective=policies.choice(OBJECTIVES),
         hints=HintRule(name=policies.choice([*HINTS, "trace", "trace"])),
         lookahead=policies.choice([None, 0, 1, 3]),
+        order=OrderConfig(
+            name=orders.choice(ORDERS),
+            lane=orders.choice([1, 4]),
+            quantum=orders.choice([1, 40, 8192]),
+            decode_weight=orders.choice([0.3, 2.0]),
+            pauses_prefills=orders.random() < 0.6,
+            weights={"x": 2.5},
+            slo_ttft_s={"y": 0.1},
+        ),
+        step_time_s=orders.choice([None, None, 0.02]),
+        retained_floor_blocks=orders.choice([0, 0, 3]),
     )
     if config.sharing.name != "isolated":
         return config

@@ -199,7 +199,7 @@ def test_an_error_of_a_configuration_is_raised_here(num_jobs: int) -> None:
 
 
 def test_a_worker_that_dies_is_reported_with_what_it_was_at() -> None:
-    with pytest.raises(StemKVError, match="code 9 .* 900 blocks, reuse_index, fcfs, "):
+    with pytest.raises(StemKVError, match="code 9 .* 900 blocks, reuse_index, fair, "):
         sweep(example(), GRID.configs(BASE)[:2], costs(), _die, num_jobs=2)
 
     assert multiprocessing.active_children() == []
