@@ -448,7 +448,8 @@ def test_curves_and_bounds_stand_in_the_json_unless_left_out() -> None:
     assert names == ["shared", "isolated", "clairvoyant, isolated"]
     assert len(document["bounds"]) == 4
     assert without["curves"] == without["bounds"] == []
-    assert {**document, "curves": [], "bounds": []} == without
+    assert document["opportunity"] is not None  # which follows from a curve
+    assert {**document, "curves": [], "bounds": [], "opportunity": None} == without
 
 
 def test_costs_come_from_a_calibration(tmp_path: Path) -> None:
@@ -539,8 +540,10 @@ def test_the_ledger_has_a_row_per_request_and_the_timeline_every_one() -> None:
     assert table.num_rows == 30
     assert table.schema.metadata[b"eviction"] == b"reuse_index"
     events = json.loads(timeline.read_text())["traceEvents"]
-    requests = [e for e in events if e["ph"] == "b" and "args" in e]
-    assert len(requests) == 30
+    begun = [e for e in events if e["ph"] == "b" and "args" in e]
+    stalls = [e for e in begun if e["name"] == "waiting: memory"]
+    assert len(begun) - len(stalls) == 30
+    assert all(stall["args"]["active blocks"] for stall in stalls)
 
 
 def test_without_a_clock_hits_are_those_of_the_curve_and_latencies_are_none() -> None:

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from stemkv.core import RequestId, TokenIds
+from stemkv.core import CostModel, RequestId, TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, wrap_model
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import EXACT, Numerics, fitted
@@ -147,6 +147,7 @@ def build_engine(
     token_budget: int = 512,
     max_num_running: int = 8,
     on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
+    costs: CostModel | None = None,
     **config: Any,
 ) -> Engine:
     """An engine on one thread with few blocks, not self-tested unless asked to be."""
@@ -159,7 +160,9 @@ def build_engine(
         num_threads=1,
         runs_self_test=False,
     )
-    return Engine(loaded, EngineConfig(**settings | config), on_logits=on_logits)
+    return Engine(
+        loaded, EngineConfig(**settings | config), on_logits=on_logits, costs=costs
+    )
 
 
 def build_kv(loaded: LoadedModel, *, num_blocks: int, block_size: int = 16) -> KvMemory:

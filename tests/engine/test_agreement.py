@@ -10,6 +10,7 @@ import torch
 from stemkv.core import OrderConfig, TokenIds
 from stemkv.core.orders import ORDERS
 from stemkv.engine import LoadedModel, SamplingParams
+from tests.engine.lives import SECONDS
 from tests.engine.models import (
     TINY,
     build_engine,
@@ -85,11 +86,12 @@ def test_what_is_answered_is_the_same_in_every_order(dtype: torch.dtype) -> None
     ]
     first_to_last = set()
     for order in (
-        *(OrderConfig(name=name) for name in ORDERS if name != "deadline"),
+        *(OrderConfig(name=name, slo_ttft_s={"chat": 1.0}) for name in ORDERS),
         OrderConfig(lane=1, quantum=16, pauses_prefills=False),
     ):
         engine = build_engine(
             loaded,
+            costs=SECONDS,
             num_blocks=26,
             block_size=4,
             token_budget=24,
@@ -101,7 +103,7 @@ def test_what_is_answered_is_the_same_in_every_order(dtype: torch.dtype) -> None
 
         assert_agreement(served, loaded)
         assert_idle(engine)
-        ended = [c for c in served.completions.values() if c.timeline.token_s]
+        ended = [c for c in served.completions.values() if c.timeline.token_times_s]
         assert len({c.request_id for c in ended}) >= 8
         assert engine.usage().num_evicted_blocks > 0
         first_to_last.add(tuple(c.request_id for c in ended))

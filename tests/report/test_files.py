@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stemkv.core.entry import MissReason
+from stemkv.core.waits import WaitReason
 from stemkv.errors import InvariantError
 from stemkv.report.parquet import SCHEMA_NAME, facts_of, write_requests
 from stemkv.report.perfetto import trace_events
@@ -28,9 +29,11 @@ def test_every_field_comes_back_and_misses_are_columns(tmp_path: Path) -> None:
     assert len(rows) == 50
     for request, row in zip(requests, rows, strict=True):
         expected = dataclasses.asdict(request)
-        misses = expected.pop("misses")
+        misses, wait_s = expected.pop("misses"), expected.pop("wait_s")
+        del expected["waits"], expected["stalls"]  # several for a request
         expected["differing_fields"] = list(request.differing_fields)
         expected |= {f"miss_{r.value}": misses.get(r.value, 0) for r in MissReason}
+        expected |= {f"wait_{r.value}_s": wait_s.get(r.value, 0.0) for r in WaitReason}
         assert row == expected
 
 

@@ -91,6 +91,7 @@ def test_random_traffic_is_repeated_plan_by_plan() -> None:
             block_size=draw.choice((3, 4)),
             token_budget=draw.choice((7, 40, 512)),
             max_num_running=draw.choice((3, 4, 6)),
+            order=draw.choice((OrderConfig(), OrderConfig(name="fcfs"))),
         )
         engine = recording.engine
         if draw.random() < 0.5:
@@ -539,7 +540,7 @@ def test_every_order_plans_the_same_again(index: int, has_costs: bool) -> None:
     num_differing = 0
     for seed in range(2):
         draw = random.Random(seed)
-        config = {"order": order, "block_size": 4}
+        config: dict[str, Any] = {"order": order, "block_size": 4}
         if has_costs:
             config["step_time_s"] = 0.3
         recording = record(

@@ -1,8 +1,9 @@
 """The ledger of requests as a Parquet file, one row per request.
 
 Owns the columns and their types, which are the same for every run: `miss_<reason>` for
-every reason there is, zero where it does not occur. What is of the whole run and of no
-request, is in the file's metadata: the eviction policy and what it came to.
+every reason there is, zero where it does not occur, and `wait_<reason>_s` likewise.
+What is of the whole run and of no request, is in the file's metadata: policies and what
+they came to.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stemkv.core.entry import MissReason
+from stemkv.core.waits import WaitReason
 from stemkv.errors import ConfigError, InvariantError
 from stemkv.measure.results import ReplayResult, RequestResult
 
@@ -21,6 +23,8 @@ __all__ = ["SCHEMA_NAME", "facts_of", "write_requests"]
 SCHEMA_NAME = "stemkv.requests/1"  # in the file's metadata, under "schema"
 
 _REASONS = tuple(reason.value for reason in MissReason)
+_WAITS = tuple(reason.value for reason in WaitReason)
+_SPANS = frozenset({"stalls", "waits"})  # several for a request: they are in the JSON
 
 
 def facts_of(result: ReplayResult) -> dict[str, str]:
@@ -29,6 +33,7 @@ def facts_of(result: ReplayResult) -> dict[str, str]:
     facts = {
         "eviction": config.get("eviction"),
         "objective": config.get("objective"),
+        "order": config.get("order"),
         "saved_s": saved.seconds,
         "retained_gib_s": saved.retained_gib_s,
         "seconds_per_gib_s": saved.seconds_per_gib_s,
@@ -71,8 +76,13 @@ def _schema(pa: Any, facts: Mapping[str, str]) -> Any:
     }
     fields = []
     for field in dataclasses.fields(RequestResult):
+        if field.name in _SPANS:
+            continue
         if field.name == "misses":
             fields += [_counts(pa, reason) for reason in _REASONS]
+            continue
+        if field.name == "wait_s":
+            fields += [_seconds(pa, reason) for reason in _WAITS]
             continue
         kind = str(field.type)  # annotations are text under `annotations`
         is_optional = kind.endswith(" | None")
@@ -83,6 +93,10 @@ def _schema(pa: Any, facts: Mapping[str, str]) -> Any:
 
 def _counts(pa: Any, reason: str) -> Any:
     return pa.field(f"miss_{reason}", pa.int64(), nullable=False)
+
+
+def _seconds(pa: Any, reason: str) -> Any:
+    return pa.field(f"wait_{reason}_s", pa.float64(), nullable=False)
 
 
 def _utf8(text: str) -> str:
@@ -99,8 +113,12 @@ def _row(result: RequestResult) -> dict[str, Any]:
         )
     row: dict[str, Any] = {}
     for field in dataclasses.fields(result):
+        if field.name in _SPANS:
+            continue
         if field.name == "misses":
             row |= {f"miss_{r}": result.misses.get(r, 0) for r in _REASONS}
+        elif field.name == "wait_s":
+            row |= {f"wait_{r}_s": result.wait_s.get(r, 0.0) for r in _WAITS}
         else:
             value = getattr(result, field.name)
             row[field.name] = _utf8(value) if isinstance(value, str) else value

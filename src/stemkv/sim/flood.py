@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stemkv.core.cost import CostModel
+from stemkv.core.orders import OrderConfig
 from stemkv.errors import ConfigError
 from stemkv.measure.flood import FloodedTenant, FloodResult
 from stemkv.measure.results import GIB
@@ -44,6 +45,7 @@ class FloodConfig:
     flood: int = 4  # one-off requests for each of theirs
     seed: int = 0
     eviction: str = "reuse_index"
+    order: OrderConfig = field(default_factory=OrderConfig)
 
     def __post_init__(self) -> None:
         for name in ("num_tenants", "num_requests", "flood"):
@@ -94,6 +96,7 @@ class _Study:
             ),
             block_size=UNIT_SIZE,
             eviction=config.eviction,
+            order=config.order,
             sharing=_ISOLATED,
         )
 
