@@ -32,6 +32,7 @@ from stemkv.core.request import Request, RequestId
 from stemkv.core.retention import Retention
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.sharing import SharingPolicy
+from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.engine import Engine, LoadedModel
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import ConfigError
@@ -235,11 +236,10 @@ def everybody_is_in_one_group(patch: pytest.MonkeyPatch) -> None:
 
 def followers_wait_for_foreign_prefixes(patch: pytest.MonkeyPatch) -> None:
     def will_publish(
-        self: Scheduler, leader: Request, follower: Request, index: int, tokens: bytes
+        self: Scheduler, leader: Request, follower: Request, index: int, end: int
     ) -> bool:
-        return leader.num_computed * 4 < len(tokens) and leader.tokens.startswith(
-            tokens
-        )
+        tokens = follower.tokens[: end * TOKEN_BYTES]
+        return leader.num_computed < end and leader.tokens.startswith(tokens)
 
     patch.setattr(Scheduler, "_will_publish", will_publish)
 

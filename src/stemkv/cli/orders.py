@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stemkv.core.orders import OrderConfig
+from stemkv.core.sessions import SessionConfig
 from stemkv.errors import ConfigError
 
-__all__ = ["OrderOptions", "pairs_listed"]
+__all__ = ["OrderOptions", "pairs_listed", "sessions_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,11 @@ class OrderOptions:
             weights=pairs_listed("--weights", self.weights),
             slo_ttft_s=pairs_listed("--slo-class", self.slo_classes),
         )
+
+
+def sessions_of(share: float | None) -> SessionConfig | None:
+    """Return the limit on active sessions; `None`: there is none."""
+    return None if share is None else SessionConfig(share=share)
 
 
 def pairs_listed(option: str, text: str | None) -> dict[str, float]:

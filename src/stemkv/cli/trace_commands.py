@@ -42,6 +42,7 @@ from stemkv.cli.trace_options import (
     RetainedFloorOption,
     RoutingOption,
     SeedOption,
+    SessionShareOption,
     SloClassOption,
     SloTpotOption,
     SloTtftOption,
@@ -75,6 +76,7 @@ _OF_CLOCK = {
     "slo_class": "--slo-class",
     "step_time": "--step-time",
     "retained_floor": "--retained-floor",
+    "session_share": "--session-share",
     "quotas": "--quotas",
     "loop": "--loop",
     "rate": "--rate",
@@ -146,6 +148,7 @@ def replay(
     slo_class: SloClassOption = None,
     step_time: StepTimeOption = None,
     retained_floor: RetainedFloorOption = None,
+    session_share: SessionShareOption = None,
     sharing: Annotated[
         str, typer.Option(help="Between tenants: isolated, shared or public.")
     ] = "isolated",
@@ -189,7 +192,7 @@ def replay(
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
-        from stemkv.cli.orders import OrderOptions
+        from stemkv.cli.orders import OrderOptions, sessions_of
         from stemkv.cli.replay import DEMO, Outputs, ReplayOptions, run_replay
         from stemkv.cli.traces import TraceOptions
         from stemkv.errors import ConfigError
@@ -264,6 +267,7 @@ def replay(
                     slo_classes=slo_class,
                 ).config(order),
                 step_time_s=None if step_time is None else step_time / 1e3,
+                sessions=sessions_of(session_share),
                 sharing=SharingRule(name=sharing),
                 hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
@@ -367,6 +371,7 @@ def sweep(
     slo_class: SloClassOption = None,
     step_time: StepTimeOption = None,
     retained_floor: RetainedFloorOption = None,
+    session_share: SessionShareOption = None,
     sharing: Annotated[
         str | None,
         typer.Option(
@@ -401,7 +406,7 @@ def sweep(
     """
     with errors_explained(_EXTRAS):
         from stemkv.cli.deployment import DeploymentOptions
-        from stemkv.cli.orders import OrderOptions
+        from stemkv.cli.orders import OrderOptions, sessions_of
         from stemkv.cli.replay import Outputs
         from stemkv.cli.sweep import SweepOptions, listed, numbers_listed, run_sweep
         from stemkv.cli.traces import TraceOptions
@@ -470,6 +475,7 @@ def sweep(
                 objective=objective,
                 order=asked.config("fair"),
                 step_time_s=None if step_time is None else step_time / 1e3,
+                sessions=sessions_of(session_share),
                 hints=HintRule(name=hints, wrong_share=wrong_hints, seed=seed),
                 lookahead=lookahead,
                 load=LoadConfig(

@@ -40,6 +40,7 @@ __all__ = [
     "RetainedFloorOption",
     "RoutingOption",
     "SeedOption",
+    "SessionShareOption",
     "SloClassOption",
     "SloTpotOption",
     "SloTtftOption",
@@ -193,6 +194,13 @@ StepTimeOption = Annotated[
     typer.Option(
         help="Milliseconds that a step with prefills may take, as predicted; 0.8 of the "
         "promised time per token is a good choice [default: the budget alone]."
+    ),
+]
+SessionShareOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Experiment: share of the memory that active sessions may work with; the "
+        "others wait [default: no limit]."
     ),
 ]
 RetainedFloorOption = Annotated[

@@ -58,6 +58,7 @@ from stemkv.core.request import (
     RequestState,
 )
 from stemkv.core.service import Service
+from stemkv.core.sessions import SessionConfig, SessionGate
 from stemkv.core.table import BlockCopy, Lease
 from stemkv.core.tokens import TOKEN_BYTES, common_prefix_bytes
 from stemkv.core.waits import WaitReason
@@ -82,7 +83,8 @@ class Scheduler:
 
     Takes over the cache's event sink; events of cache and requests come out of
     `commit` and `take_events` in the order they happened. `costs` predict how long a
-    step takes, which only `step_time_s` asks for.
+    step takes, which only `step_time_s` asks for. With `sessions` only so many sessions
+    run at once.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Scheduler:
         order: Order,
         *,
         costs: CostModel | None = None,
+        sessions: SessionConfig | None = None,
     ) -> None:
         if config.step_time_s is not None and costs is None:
             raise ConfigError(
@@ -115,6 +118,13 @@ class Scheduler:
         self._hold_ends: list[tuple[int, int, _Hold]] = []  # heap, by plan number
         self._num_holds = 0
         self._fenced: dict[RequestId, Request] = {}
+        self._sessions: SessionGate | None = None
+        if sessions is not None:
+            self._sessions = SessionGate(
+                sessions,
+                num_blocks=cache.config.num_blocks,
+                block_size=cache.config.block_size,
+            )
         self._num_places = 0  # taken by running requests
         self._coasts: dict[RequestId, _Coast] = {}
         # (first step in which it does not coast, order, since when it does, its coast):
@@ -352,6 +362,7 @@ class Scheduler:
             if self._is_live(coast):
                 self._wake(coast.request)
         self._end_holds()
+        self._open_gate(now)
         step = _Step(self.config.token_budget - len(self._coasts))
         for request in tuple(self._stepping):
             # An older one may have taken its blocks.
@@ -691,6 +702,13 @@ class Scheduler:
             self._order.hold(request, None)
             request.waits.now_for(WaitReason.ROLLOUT, now)
             return False
+        if self._sessions is not None and not self._sessions.admits(
+            request, now, is_alone=not self._running and not step.chunks
+        ):
+            self._sessions.hold(request)
+            self._order.hold(request, None)
+            request.waits.now_for(WaitReason.SESSION, now)
+            return False
         if self._num_places + _num_places(request) > self.config.max_num_running:
             self._cannot_start(pick, WaitReason.PLACES, now)
             return False
@@ -722,7 +740,7 @@ class Scheduler:
         pick.request.waits.now_for(reason, now)
         if not self._order.cannot_start(pick):
             self._order.pass_over(pick)
-        elif not self._holds:
+        elif not self._holds and self._sessions is None:
             # Who is held may go on for reasons that are no part of this state.
             self._blocked_at = self._admission_state()
 
@@ -743,7 +761,7 @@ class Scheduler:
         request.waits.now_for(None, now)
         if self.cache.ledger is not None:
             self._book_lookup(self.cache.ledger, request, lease, now)
-        self._run(request, _num_places(request))
+        self._run(request, _num_places(request), now)
         _count_matched(request, lease.num_matched_tokens, copied)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
@@ -933,6 +951,15 @@ class Scheduler:
             if self._holds.get(hold.request.request_id) is hold:
                 self._end_hold(hold.request.request_id)
 
+    def _open_gate(self, now: float) -> None:
+        """Let go on whose session has become active."""
+        if self._sessions is None or not len(self._sessions):
+            return
+        for request in self._sessions.due(now, is_alone=not self._running):
+            self._sessions.forget(request)
+            self._order.release(request)
+            request.waits.now_for(WaitReason.QUEUE, now)
+
     # The queue
 
     def _enqueue(self, request: Request) -> None:
@@ -949,6 +976,8 @@ class Scheduler:
         if request.request_id in self._holds:
             self._forget_hold(request.request_id)
         self._fenced.pop(request.request_id, None)
+        if self._sessions is not None:
+            self._sessions.forget(request)
         self._order.remove(request)
         self._matches.remove(request.request_id)
         self.service.wants_no_more(request.request_id)
@@ -1070,7 +1099,7 @@ class Scheduler:
             child.epoch = request.epoch
             child.lease = self.cache.fork(_lease_of(request), now)
             self._take_in(child)
-            self._run(child, 1)
+            self._run(child, 1, now)
             children.append(child)
         self._num_places -= request.num_places - 1  # the samples have theirs
         request.num_places = 1
@@ -1128,6 +1157,8 @@ class Scheduler:
         """Give the request's blocks back; the published ones stay cached if sound."""
         self._wake(request)
         self._num_moves += 1
+        if self._sessions is not None:
+            self._sessions.stopped(request, now)
         if request.is_unfinished:
             self._end_prefill(request)
         lease = _lease_of(request)
@@ -1144,7 +1175,9 @@ class Scheduler:
                 raise InvariantError(f"request {request.request_id} is not running")
             del requests[index]
 
-    def _run(self, request: Request, num_places: int) -> None:
+    def _run(self, request: Request, num_places: int, now: float) -> None:
+        if self._sessions is not None:
+            self._sessions.started(request, now)
         self._num_moves += 1
         request.num_places = num_places
         self._num_places += num_places
@@ -1205,6 +1238,8 @@ class Scheduler:
             hints = request.spec.hints
             if hints.ends_session and hints.session is not None:
                 self.cache.end_session(request.spec.domain, hints.session, now)
+                if self._sessions is not None:
+                    self._sessions.ended(request.spec.domain, hints.session)
 
     def _book_end(self, ledger: Ledger, request: Request, now: float) -> None:
         counts = request.counts

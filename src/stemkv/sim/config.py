@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from stemkv.core.config import CacheConfig, SchedulerConfig
 from stemkv.core.orders import OrderConfig
 from stemkv.core.policies import EvictionConfig
+from stemkv.core.sessions import SessionConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.hinting import HintRule
@@ -44,6 +45,7 @@ class ReplayConfig:
     order: OrderConfig = field(default_factory=OrderConfig)
     step_time_s: float | None = None  # predicted, of a step with prefills
     retained_floor_blocks: int = 0  # retained blocks that admission leaves
+    sessions: SessionConfig | None = None  # None: as many at once as come
     sharing: SharingRule = field(default_factory=SharingRule)
     quotas: TenantQuotas | None = None  # of one replica
     hints: HintRule = field(default_factory=HintRule)

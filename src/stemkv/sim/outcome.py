@@ -491,6 +491,7 @@ class Outcome:
             "slo_ttft_s_by_class": _listed(config.order.slo_ttft_s),
             "step_time_s": config.step_time_s,
             "retained_floor_blocks": config.retained_floor_blocks,
+            "session_share": None if config.sessions is None else config.sessions.share,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
             "loop": load.loop,

@@ -155,6 +155,7 @@ class _Loop:
             on_end=self._ended,
             quotas=quotas,
             gap=self._gap(),
+            sessions=config.sessions,
             cpu_clock=self._cpu_clock,
         )
         for namespace, facts in self._facts.items():

@@ -29,6 +29,7 @@ from stemkv.core.plan import Sample, StepPlan, StepResult
 from stemkv.core.quota import QuotaConfig
 from stemkv.core.request import RequestId, RequestSpec
 from stemkv.core.scheduler import Scheduler
+from stemkv.core.sessions import SessionConfig
 from stemkv.core.tokens import TOKEN_BYTES
 from stemkv.errors import InvariantError
 from stemkv.measure.results import MemorySample, StepSpan
@@ -75,6 +76,7 @@ class Replica:
         on_end: Callable[[RequestId, float], None],
         quotas: QuotaConfig | None = None,
         gap: TenantGap | None = None,
+        sessions: SessionConfig | None = None,
         cpu_clock: Callable[[], float] | None = None,
     ) -> None:
         self.index = index
@@ -82,7 +84,9 @@ class Replica:
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
         self.cache = PrefixCache(cache, make_policy, quotas=quotas, ledger=self.ledger)
-        self.scheduler = Scheduler(limits, self.cache, order, costs=costs)
+        self.scheduler = Scheduler(
+            limits, self.cache, order, costs=costs, sessions=sessions
+        )
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
         self.memory = Thinned[MemorySample](1000, join_samples)
