@@ -207,10 +207,12 @@ def test_nobody_waits_for_more_than_k_times_what_was_ahead(
             share = entry.share
             assert share is not None
             assert share.own_run is not None
-            # One chunk beside the bound: a lane's credit is spent in whole ones; a
-            # prefill that is not paused is one chunk.
-            slack = 1_300 if not pauses else load.token_budget
-            assert share.own_run <= (lane + 0.5) * share.own_backlog + lane * slack
+            # The lane's credit is spent in whole chunks, so one may be ahead of it; a
+            # prefill that is not paused is one chunk. And the step in which it gets its
+            # first token may hold others' chunks too.
+            chunk = load.token_budget if pauses else 1_200
+            most = lane * (share.own_backlog + chunk) + load.token_budget
+            assert share.own_run <= most
         worst = max(worst, load.worst_ratio)
     assert worst > 1.0  # somebody was overtaken, so something was bounded
 
@@ -228,7 +230,7 @@ def test_without_a_lane_a_large_request_waits_as_long_as_small_ones_come() -> No
         load.run()
         return load.ratio(large)
 
-    assert wait_of_the_large(OrderConfig(lane=4)) <= 4.5
+    assert wait_of_the_large(OrderConfig(lane=4, pauses_prefills=False)) <= 4.5
     assert wait_of_the_large(config_of("residual", pauses_prefills=False)) > 4.5
 
 

@@ -101,8 +101,8 @@ class Service:
 
 def test_sessions_that_do_not_fit_beside_others_wait_as_a_whole() -> None:
     service = Service(SessionConfig(share=0.5, patience_s=1e6, idle_s=1e6))
-    first = service.add("s1", 60)  # 15 of 20 blocks
-    second = service.add("s2", 40)  # 10 more
+    first = service.add("s1", 40)  # 10 of 20 blocks; the least work goes first
+    second = service.add("s2", 60)  # 15 more
     service.step()
 
     assert service.reason(first) is None
@@ -111,8 +111,8 @@ def test_sessions_that_do_not_fit_beside_others_wait_as_a_whole() -> None:
 
 def test_a_session_that_is_over_gives_its_place_to_the_next() -> None:
     service = Service(SessionConfig(share=0.5, patience_s=1e6, idle_s=1e6))
-    service.add("s1", 60, ends=True)
-    second = service.add("s2", 40)
+    service.add("s1", 40, ends=True)
+    second = service.add("s2", 60)
     service.run()
 
     assert service.ended[-1] == second

@@ -147,14 +147,16 @@ class Dfs:
                 branch = branch.below.setdefault(node.id, _Branch())
                 branch.count(request)
             branch.ends.append(request)
-        found: list[Request] = []
+        # Backwards, as what ends at a node comes after all that is below it: first the
+        # node's own, then its branches from the lightest to the heaviest.
+        backwards: list[Request] = []
         stack = [root]
         while stack:
             branch = stack.pop()
-            found += sorted(branch.ends, key=_arrival)
-            # The heaviest is to come off the stack first.
-            stack += sorted(branch.below.values(), key=_Branch.place, reverse=True)
-        return found
+            backwards += sorted(branch.ends, key=_arrival, reverse=True)
+            stack += sorted(branch.below.values(), key=_Branch.place)
+        backwards.reverse()
+        return backwards
 
 
 class _Branch:
