@@ -208,10 +208,11 @@ def test_nobody_waits_for_more_than_k_times_what_was_ahead(
             assert share is not None
             assert share.own_run is not None
             # The lane's credit is spent in whole chunks, so one may be ahead of it; a
-            # prefill that is not paused is one chunk. And the step in which it gets its
-            # first token may hold others' chunks too.
+            # prefill that is not paused is one chunk. The half is for lanes that serve
+            # the leader of a held request: on small backlogs it shows, on those of
+            # `bench.scheduling` the whole bound is k + 0.5.
             chunk = load.token_budget if pauses else 1_200
-            most = lane * (share.own_backlog + chunk) + load.token_budget
+            most = (lane + 0.5) * share.own_backlog + lane * chunk
             assert share.own_run <= most
         worst = max(worst, load.worst_ratio)
     assert worst > 1.0  # somebody was overtaken, so something was bounded
