@@ -1,0 +1,373 @@
+"""`fair` picks whom a plain reading of its rules picks.
+
+`PlainFair` is that reading: lists, sorted anew for every question, and accounts in exact
+tokens. `PicksTwice` asks both, act by act, for all that a scheduler may do to an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import floor
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from stemkv.core import Domain, Request, RequestId, TokenIds
+from stemkv.core.order import Fair
+from stemkv.core.order.base import Pick
+from stemkv.core.order.keys import work_left
+from stemkv.core.request import RequestState
+from tests.core.scheduling import build_spec
+
+TENANTS = ("a", "b", "c")
+DOMAINS = ("x", "y")
+BLOCK = 16
+LEAST_LANE_CHUNK = 128
+MOST_CREDIT = 200_000
+SHORT = (1, 17, 40, 130, 150, 400)  # around what a lane gives at least
+LONG = (*SHORT, 3_000, 150_000, 250_000)  # around what a lane saves at most
+PROMPTS = {num: TokenIds.from_ids([1] * num) for num in LONG}
+
+
+@dataclass
+class PlainFair:
+    """Least work first within lanes and rounds, asked afresh each time."""
+
+    lane: int
+    quantum: int
+    decode_weight: float
+    pauses: bool
+    weights: dict[str, float]
+    waiting: list[Request] = field(default_factory=list)  # those on hold included
+    unfinished: list[Request] = field(default_factory=list)
+    leaders: dict[RequestId, Request | None] = field(default_factory=dict)
+    lanes: dict[RequestId, str] = field(default_factory=dict)  # begun in whose lane
+    deficits: dict[str, Fraction] = field(default_factory=dict)
+    credits: dict[str, Fraction] = field(default_factory=dict)
+    passed: set[RequestId] = field(default_factory=set)
+    admits: bool = True
+    has_lanes: bool = True
+
+    def deficit(self, tenant: str) -> Fraction:
+        return self.deficits.get(tenant, Fraction(0))
+
+    def credit(self, tenant: str) -> Fraction:
+        return self.credits.get(tenant, Fraction(0))
+
+    def by_arrival(self, tenant: str) -> list[Request]:
+        owned = [r for r in self.waiting + self.unfinished if r.spec.owner == tenant]
+        return sorted(owned, key=lambda r: r.order_key)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def start(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.unfinished.append(request)
+
+    def remove(self, request: Request) -> None:
+        (self.waiting if request in self.waiting else self.unfinished).remove(request)
+        self.leaders.pop(request.request_id, None)
+        self.lanes.pop(request.request_id, None)
+        tenant = request.spec.owner
+        if not self.by_arrival(tenant):
+            self.deficits[tenant] = min(self.deficit(tenant), Fraction(0))
+            self.credits[tenant] = Fraction(0)
+
+    def hold(self, request: Request, leader: Request | None) -> None:
+        self.leaders[request.request_id] = leader
+
+    def release(self, request: Request) -> None:
+        del self.leaders[request.request_id]
+
+    def begin(self, *, admits: bool) -> None:
+        self.admits, self.has_lanes, self.passed = admits, True, set()
+
+    def candidates(self) -> list[Request]:
+        ranked = self.waiting + (self.unfinished if self.pauses else [])
+        return [request for request in ranked if self.may_go(request)]
+
+    def may_go(self, request: Request) -> bool:
+        if request.request_id in self.passed or request.request_id in self.leaders:
+            return False
+        return request in self.unfinished or self.admits
+
+    def pick(self) -> Pick | None:
+        if not self.pauses:
+            for request in sorted(self.unfinished, key=lambda r: r.order_key):
+                if request.request_id not in self.passed:
+                    return Pick(request, lane=self.lanes.get(request.request_id))
+        candidates = self.candidates()
+        if not candidates:
+            return None
+        while not any(self.deficit(r.spec.owner) > 0 for r in candidates):
+            self.grant({r.spec.owner for r in candidates})
+        eligible = [r for r in candidates if self.deficit(r.spec.owner) > 0]
+        # What is public decides between domains, what is cached within one.
+        domain = min(eligible, key=public_key).spec.domain
+        best = min((r for r in eligible if r.spec.domain == domain), key=own_key)
+        return self.lane_pick(best.spec.owner) or Pick(best)
+
+    def grant(self, tenants: set[str]) -> None:
+        for tenant in tenants:
+            share = Fraction(self.quantum) * Fraction(self.weights.get(tenant, 1.0))
+            self.deficits[tenant] = min(share, self.deficit(tenant) + share)
+
+    def lane_pick(self, tenant: str) -> Pick | None:
+        if not self.has_lanes or self.credit(tenant) <= 0:
+            return None
+        served = [self.leaders.get(r.request_id, r) for r in self.by_arrival(tenant)]
+        # Whoever waits for a driver, and so for nobody, is nobody's turn.
+        request = next((each for each in served if each is not None), None)
+        if request is None or not self.may_go(request):
+            return None
+        if not self.pauses and request in self.waiting:
+            return Pick(request, lane=tenant)
+        return Pick(request, max(floor(self.credit(tenant)), LEAST_LANE_CHUNK), tenant)
+
+    def ran(self, pick: Pick, num_tokens: int, *, is_last: bool) -> None:
+        tenant = pick.request.spec.owner
+        self.deficits[tenant] = self.deficit(tenant) - num_tokens
+        most = max(MOST_CREDIT, self.by_arrival(tenant)[0].num_tokens)
+        self.credits[tenant] = min(
+            Fraction(most), self.credit(tenant) + Fraction(num_tokens, self.lane)
+        )
+        if pick.lane is not None:
+            self.lanes[pick.request.request_id] = pick.lane
+            if self.by_arrival(pick.lane):
+                self.credits[pick.lane] = self.credit(pick.lane) - num_tokens
+        if is_last or pick.most_tokens is None or num_tokens < pick.most_tokens:
+            self.pass_over(pick)
+
+    def pass_over(self, pick: Pick) -> None:
+        self.passed.add(pick.request.request_id)
+
+    def cannot_start(self, pick: Pick) -> bool:
+        work = pick.request.num_tokens - pick.request.num_ready
+        if pick.lane is not None and self.credit(pick.lane) < work:
+            self.has_lanes = False
+            return False
+        self.admits = False
+        return True
+
+    def decoded(self, tenant: str, num_tokens: int) -> None:
+        cost = num_tokens * Fraction(self.decode_weight)
+        self.deficits[tenant] = self.deficit(tenant) - cost
+
+    def first(self, num: int) -> list[Request]:
+        ranked = [r for r in self.waiting if r.request_id not in self.leaders]
+        return sorted(ranked, key=own_key)[:num]
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        others = running[1:] or running
+        served = min(self.deficit(r.spec.owner) for r in others)
+        return [r for r in others if self.deficit(r.spec.owner) == served][-1]
+
+
+def own_key(request: Request) -> tuple[object, ...]:
+    return (request.num_tokens - request.num_ready, request.order_key)
+
+
+def public_key(request: Request) -> tuple[object, ...]:
+    return (request.num_tokens - request.num_ready_in_public, request.order_key)
+
+
+class PicksTwice(RuleBasedStateMachine):
+    """A scheduler that plays dice, and tells two orders what it did."""
+
+    @initialize(
+        lane=st.sampled_from([1, 2, 4]),
+        quantum=st.sampled_from([1, 64, 8192]),
+        decode_weight=st.sampled_from([2.0, 0.5, 0.0]),
+        pauses=st.booleans(),
+        weights=st.dictionaries(
+            st.sampled_from(TENANTS), st.sampled_from([0.25, 1.0, 3.0])
+        ),
+        num_domains=st.integers(1, len(DOMAINS)),
+    )
+    def make(
+        self,
+        lane: int,
+        quantum: int,
+        decode_weight: float,
+        pauses: bool,
+        weights: dict[str, float],
+        num_domains: int,
+    ) -> None:
+        self.lengths = LONG if quantum > 64 else SHORT
+        self.domains = DOMAINS[:num_domains]
+        self.num_added = 0
+        self.plain = PlainFair(lane, quantum, decode_weight, pauses, weights)
+        self.fair = Fair(
+            "fair",
+            work_left(None),
+            lane=lane,
+            quantum=quantum,
+            decode_weight=decode_weight,
+            pauses_prefills=pauses,
+            weights=weights,
+        )
+
+    # Between steps
+
+    @rule(data=st.data(), tenant=st.sampled_from(TENANTS))
+    def add(self, data: st.DataObject, tenant: str) -> None:
+        num = self.num_added
+        self.num_added += 1
+        spec = replace(
+            build_spec(f"r{num}", arrival_s=float(data.draw(st.integers(0, 3)))),
+            prompt=PROMPTS[data.draw(st.sampled_from(self.lengths))],
+            domain=Domain.group(data.draw(st.sampled_from(self.domains))),
+            tenant=tenant,
+        )
+        self._enqueue(Request(spec, num), data)
+
+    @precondition(lambda self: self.plain.waiting)
+    @rule(data=st.data())
+    def finds(self, data: st.DataObject) -> None:
+        """Blocks of what a waiting request matches came or went."""
+        request = data.draw(st.sampled_from(self.plain.waiting))
+        self._find(request, data)
+        self.fair.moved(request)
+
+    @precondition(lambda self: self.plain.leaders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = [r for r in self.plain.waiting if r.request_id in self.plain.leaders]
+        self._release(data.draw(st.sampled_from(held)))
+
+    @precondition(lambda self: self.plain.waiting + self.plain.unfinished)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        flying = self.plain.waiting + self.plain.unfinished
+        self._remove(data.draw(st.sampled_from(flying)))
+
+    @precondition(lambda self: self.plain.unfinished)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self._preempt(data)
+
+    @rule(tenant=st.sampled_from(TENANTS), num_tokens=st.integers(1, 300))
+    def decoded(self, tenant: str, num_tokens: int) -> None:
+        """Also by those who have no prefill left."""
+        self.fair.decoded(tenant, num_tokens)
+        self.plain.decoded(tenant, num_tokens)
+
+    # A step
+
+    @rule(data=st.data(), admits=st.booleans() | st.just(True))
+    def step(self, data: st.DataObject, admits: bool) -> None:
+        self.fair.begin(0.0, admits=admits)
+        self.plain.begin(admits=admits)
+        budget = data.draw(st.sampled_from([1, 100, 256, 8192, 10**6]))
+        ends: dict[RequestId, int] = {}
+        for _ in range(data.draw(st.integers(1, 12))):
+            pick = self.fair.pick()
+            assert pick == self.plain.pick()
+            if pick is None or budget == 0:
+                break
+            request = pick.request
+            if request.state is not RequestState.RUNNING:
+                if not self._try_to_start(pick, data):
+                    continue
+            elif data.draw(st.integers(0, 9)) == 9:
+                ends.pop(self._preempt(data).request_id, None)
+                continue
+            start = ends.get(request.request_id, request.num_computed)
+            num_left = request.num_tokens - start
+            num = min(num_left, budget, pick.most_tokens or budget)
+            self.fair.ran(pick, num, is_last=num == num_left)
+            self.plain.ran(pick, num, is_last=num == num_left)
+            self.agree()
+            ends[request.request_id] = start + num
+            budget -= num
+        self._commit(ends)
+
+    def _try_to_start(self, pick: Pick, data: st.DataObject) -> bool:
+        request = pick.request
+        match data.draw(st.sampled_from(["start", "start", "no memory", "hold"])):
+            case "no memory":
+                is_last = self.fair.cannot_start(pick)
+                assert is_last == self.plain.cannot_start(pick)
+                if not is_last:
+                    self.fair.pass_over(pick)
+                    self.plain.pass_over(pick)
+                return False
+            case "hold":
+                leader = data.draw(st.sampled_from([None, *self.plain.unfinished]))
+                self.fair.hold(request, leader)
+                self.plain.hold(request, leader)
+                return False
+        request.state = RequestState.RUNNING
+        # A copied part of a block may come on top of what was known.
+        most = min(request.num_cached + BLOCK - 1, request.num_tokens - 1)
+        request.num_cached = data.draw(st.integers(request.num_cached, most))
+        request.num_computed = request.num_cached
+        self.fair.start(request)
+        self.plain.start(request)
+        return True
+
+    def _commit(self, ends: dict[RequestId, int]) -> None:
+        for request in tuple(self.plain.unfinished):
+            request.num_computed = ends.get(request.request_id, request.num_computed)
+            if request.num_computed == request.num_tokens:
+                self._remove(request)
+            else:
+                self.fair.moved(request)
+
+    # What a scheduler does to one request
+
+    def _find(self, request: Request, data: st.DataObject) -> None:
+        most = (request.num_tokens - 1) // BLOCK
+        num_blocks = data.draw(st.integers(0, most))
+        request.num_cached = num_blocks * BLOCK
+        request.num_public = data.draw(st.integers(0, num_blocks)) * BLOCK
+
+    def _enqueue(self, request: Request, data: st.DataObject) -> None:
+        self._find(request, data)
+        self.fair.add(request)
+        self.plain.add(request)
+
+    def _preempt(self, data: st.DataObject) -> Request:
+        running = sorted(self.plain.unfinished, key=lambda r: r.order_key)
+        victim = self.fair.victim(running)
+        assert victim is self.plain.victim(running)
+        self._remove(victim)
+        victim.num_computed = 0
+        victim.state = RequestState.PREEMPTED
+        self._enqueue(victim, data)
+        return victim
+
+    def _remove(self, request: Request) -> None:
+        self.fair.remove(request)
+        self.plain.remove(request)
+        for each in self.plain.waiting:
+            if self.plain.leaders.get(each.request_id) is request:
+                self._release(each)
+
+    def _release(self, request: Request) -> None:
+        self.fair.release(request)
+        self.plain.release(request)
+
+    @invariant()
+    def agree(self) -> None:
+        assert len(self.fair) == len(self.plain.waiting)
+        for tenant in TENANTS:
+            assert self.fair.deficit(tenant) == float(self.plain.deficit(tenant))
+            assert self.fair.lane_credit(tenant) == float(self.plain.credit(tenant))
+        assert list(self.fair.first(5, 0.0)) == self.plain.first(5)
+
+
+TestPicksTwice = PicksTwice.TestCase
+TestPicksTwice.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
