@@ -20,12 +20,14 @@ from stemkv.audit.isolation import timing
 from stemkv.audit.isolation.audit import IsolationOptions, audit_isolation
 from stemkv.audit.isolation.statistics import PairedTest, sign_flip_p
 from stemkv.audit.isolation.timing import Round, judge
+from stemkv.audit.isolation.turns import NOSY, Turns, try_turns
 from stemkv.audit.isolation.worlds import visible_to
 from stemkv.audit.verdict import AuditReport, Verdict
 from stemkv.core.cache import PrefixCache
 from stemkv.core.events import BlocksPublished, RequestAdmitted, RequestForked
 from stemkv.core.eviction import EvictionPolicy, ReuseIndex
 from stemkv.core.identity import PUBLIC, Domain, DomainKind
+from stemkv.core.orders import ORDERS
 from stemkv.core.plan import StepPlan
 from stemkv.core.quota import Quota, QuotaConfig, Quotas
 from stemkv.core.request import Request, RequestId
@@ -33,6 +35,7 @@ from stemkv.core.retention import Retention
 from stemkv.core.scheduler import Scheduler
 from stemkv.core.sharing import SharingPolicy
 from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.waiting import WaitingMatches
 from stemkv.engine import Engine, LoadedModel
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import ConfigError
@@ -130,6 +133,8 @@ THEFT_TIME = "than guessing does"
 TTFT = "Time to first token does not depend"
 VOLUME = "tells how much others take"
 HABITS = "does not tell that"
+OWN_TURNS = "own requests start"
+TURNS = "starts before or after"
 CLAIMS = (
     MATCH,
     COUNTS,
@@ -149,6 +154,8 @@ CLAIMS = (
     TTFT,
     VOLUME,
     HABITS,
+    OWN_TURNS,
+    TURNS,
 )
 
 
@@ -299,6 +306,23 @@ def policies_learn_from_all_tenants(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Retention, "__init__", pooling)
 
 
+def orders_rank_tenants_by_all_that_is_cached(patch: pytest.MonkeyPatch) -> None:
+    ready = property(lambda self: self.num_ready)
+    patch.setattr(Request, "num_ready_in_public", ready)
+
+
+def orders_ask_what_everybody_has_cached(patch: pytest.MonkeyPatch) -> None:
+    """Reuse is as it should be; only the place in the queue goes by all domains."""
+    num_blocks = WaitingMatches.num_blocks
+
+    def anywhere(self: WaitingMatches, request_id: RequestId) -> int:
+        tokens = self._entries[request_id].tokens
+        found = [n.num_blocks for n in self._tree.nodes() if n.edge in tokens]
+        return max(num_blocks(self, request_id), sum(found))
+
+    patch.setattr(WaitingMatches, "num_blocks", anywhere)
+
+
 def anybody_can_cancel(patch: pytest.MonkeyPatch) -> None:
     cancel = Engine.cancel
     patch.setattr(
@@ -358,6 +382,7 @@ def strangers_are_taken_in(patch: pytest.MonkeyPatch) -> None:
 _WHAT_A_HIT_SHOWS = {MATCH, COUNTS, EVENTS, USAGE, EVICTION, WAITING}
 _ALL_THEFTS = {THEFT, THEFT_PUBLIC, THEFT_TIME, TTFT}
 _EVICTIONS = {VOLUME, HABITS}
+_ALL_TURNS = {OWN_TURNS, TURNS}
 
 
 @pytest.mark.parametrize(
@@ -365,17 +390,34 @@ _EVICTIONS = {VOLUME, HABITS}
     [
         (
             all_domains_are_equal,
-            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, *_EVICTIONS, SCOPES, NAMES},
+            {
+                *_WHAT_A_HIT_SHOWS,
+                *_ALL_THEFTS,
+                *_EVICTIONS,
+                *_ALL_TURNS,
+                SCOPES,
+                NAMES,
+            },
         ),
         (
             everybody_is_in_one_group,
-            {*_WHAT_A_HIT_SHOWS, *_ALL_THEFTS, *_EVICTIONS, SCOPES, NAMES, RETAINED},
+            {
+                *_WHAT_A_HIT_SHOWS,
+                *_ALL_THEFTS,
+                *_EVICTIONS,
+                *_ALL_TURNS,
+                SCOPES,
+                NAMES,
+                RETAINED,
+            },
         ),
         (followers_wait_for_foreign_prefixes, {WAITING}),
         (usage_counts_everybody, {USAGE, VOLUME}),
         (use_refreshes_equal_blocks_of_others, {EVICTION}),
         (floors_are_not_minded, {VOLUME}),
         (policies_learn_from_all_tenants, {HABITS}),
+        (orders_rank_tenants_by_all_that_is_cached, {TURNS}),
+        (orders_ask_what_everybody_has_cached, {OWN_TURNS}),
         (anybody_can_cancel, {CANCEL}),
         (ids_are_counted_for_all, {IDS, EVENTS, VOLUME}),
         (names_are_folded, {NAMES}),
@@ -509,6 +551,45 @@ def test_the_fewest_pairs_of_a_control_can_be_significant() -> None:
 
     assert sign_flip_p(slower, seed=0) <= timing.ALPHA
     assert sign_flip_p(slower[:8], seed=0) > timing.ALPHA
+
+
+# Whose turn it is
+
+
+@pytest.fixture(scope="module")
+def turns() -> list[Turns]:
+    return try_turns(lambda text: None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_order_tells_what_a_stranger_has_cached(
+    turns: list[Turns], order: str
+) -> None:
+    played = [
+        each for each in turns if each.order == order and not each.setting.is_control
+    ]
+
+    assert len(played) == 4
+    assert [each.warm for each in played] == [each.cold for each in played]
+
+
+def test_in_one_group_every_order_that_minds_the_cache_tells_it(
+    turns: list[Turns],
+) -> None:
+    telling = {t.order for t in turns if t.setting.is_control and t.is_signal}
+
+    assert telling == set(ORDERS) - {"fcfs"}
+    (lpm,) = [t for t in turns if t.setting.is_control and t.order == "lpm"]
+    assert lpm.warm == ("guess 2", "guess 0", "guess 1", "guess 3")
+
+
+def test_an_order_that_ranks_tenants_by_all_that_is_cached_is_caught(
+    turns: list[Turns],
+) -> None:
+    (nosy,) = [each for each in turns if each.order == NOSY]
+
+    assert nosy.is_signal
+    assert (nosy.warm[0], nosy.cold[-1]) == ("victim's", "victim's")
 
 
 # What a tenant may see

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -193,6 +194,7 @@ class PicksTwice(RuleBasedStateMachine):
             st.sampled_from(TENANTS), st.sampled_from([0.25, 1.0, 3.0])
         ),
         num_domains=st.integers(1, len(DOMAINS)),
+        data=st.data(),
     )
     def make(
         self,
@@ -202,6 +204,7 @@ class PicksTwice(RuleBasedStateMachine):
         pauses: bool,
         weights: dict[str, float],
         num_domains: int,
+        data: st.DataObject,
     ) -> None:
         self.lengths = LONG if quantum > 64 else SHORT
         self.domains = DOMAINS[:num_domains]
@@ -216,11 +219,17 @@ class PicksTwice(RuleBasedStateMachine):
             pauses_prefills=pauses,
             weights=weights,
         )
+        for tenant in TENANTS:
+            self.add(data, tenant, 2)
 
     # Between steps
 
-    @rule(data=st.data(), tenant=st.sampled_from(TENANTS))
-    def add(self, data: st.DataObject, tenant: str) -> None:
+    @rule(data=st.data(), tenant=st.sampled_from(TENANTS), num=st.integers(1, 4))
+    def add(self, data: st.DataObject, tenant: str, num: int) -> None:
+        for _ in range(num):
+            self._add(data, tenant)
+
+    def _add(self, data: st.DataObject, tenant: str) -> None:
         num = self.num_added
         self.num_added += 1
         spec = replace(
@@ -238,6 +247,17 @@ class PicksTwice(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.plain.waiting))
         self._find(request, data)
         self.fair.moved(request)
+
+    @precondition(lambda self: self.plain.unfinished)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """The oldest of a tenant finds that somebody computes its prefix."""
+        tenant = data.draw(st.sampled_from(TENANTS))
+        oldest = self.plain.by_arrival(tenant)[:1]
+        if oldest and oldest[0] in self.plain.waiting:
+            leader = data.draw(st.sampled_from(self.plain.unfinished))
+            if oldest[0].request_id not in self.plain.leaders:
+                self._hold(oldest[0], leader)
 
     @precondition(lambda self: self.plain.leaders)
     @rule(data=st.data())
@@ -268,7 +288,7 @@ class PicksTwice(RuleBasedStateMachine):
     def step(self, data: st.DataObject, admits: bool) -> None:
         self.fair.begin(0.0, admits=admits)
         self.plain.begin(admits=admits)
-        budget = data.draw(st.sampled_from([1, 100, 256, 8192, 10**6]))
+        budget = data.draw(st.sampled_from([1, 256, 8192, 10**6]))
         ends: dict[RequestId, int] = {}
         for _ in range(data.draw(st.integers(1, 12))):
             pick = self.fair.pick()
@@ -294,7 +314,7 @@ class PicksTwice(RuleBasedStateMachine):
 
     def _try_to_start(self, pick: Pick, data: st.DataObject) -> bool:
         request = pick.request
-        match data.draw(st.sampled_from(["start", "start", "no memory", "hold"])):
+        match data.draw(st.sampled_from([*["start"] * 6, "no memory", "hold"])):
             case "no memory":
                 is_last = self.fair.cannot_start(pick)
                 assert is_last == self.plain.cannot_start(pick)
@@ -304,8 +324,7 @@ class PicksTwice(RuleBasedStateMachine):
                 return False
             case "hold":
                 leader = data.draw(st.sampled_from([None, *self.plain.unfinished]))
-                self.fair.hold(request, leader)
-                self.plain.hold(request, leader)
+                self._hold(request, leader)
                 return False
         request.state = RequestState.RUNNING
         # A copied part of a block may come on top of what was known.
@@ -354,6 +373,10 @@ class PicksTwice(RuleBasedStateMachine):
             if self.plain.leaders.get(each.request_id) is request:
                 self._release(each)
 
+    def _hold(self, request: Request, leader: Request | None) -> None:
+        self.fair.hold(request, leader)
+        self.plain.hold(request, leader)
+
     def _release(self, request: Request) -> None:
         self.fair.release(request)
         self.plain.release(request)
@@ -371,3 +394,34 @@ TestPicksTwice = PicksTwice.TestCase
 TestPicksTwice.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+@pytest.mark.parametrize("num_oldest", [3_000, 250_000])
+def test_a_lane_saves_no_more_than_a_long_prompt(num_oldest: int) -> None:
+    """Its oldest waits for a driver, so that all others go before it."""
+    plain = PlainFair(1, 8192, 2.0, pauses=True, weights={})
+    fair = Fair(
+        "fair",
+        work_left(None),
+        lane=1,
+        quantum=8192,
+        decode_weight=2.0,
+        pauses_prefills=True,
+        weights={},
+    )
+    for num, num_tokens in enumerate([num_oldest, 150_000, 250_000]):
+        spec = replace(build_spec(f"r{num}"), prompt=PROMPTS[num_tokens])
+        request = Request(spec, num)
+        for order in (fair, plain):
+            order.add(request)
+            if num == 0:
+                order.hold(request, None)
+    fair.begin(0.0, admits=True)
+    plain.begin(admits=True)
+    for num_tokens in (150_000, 250_000):
+        pick = fair.pick()
+        assert pick is not None
+        assert pick == plain.pick()
+        for order in (fair, plain):
+            order.ran(pick, num_tokens, is_last=True)
+    assert fair.lane_credit("a") == plain.credit("a") == max(200_000, num_oldest)

@@ -6,7 +6,8 @@ they are reported. The attacks themselves are in the modules it imports.
 Each claim has a control: the same attack where it must work, with everybody in one
 group. Where a control fails, the audit is inconclusive, since finding nothing with an
 attack that finds nothing anywhere says nothing. For what evictions tell, the control is
-the engine without quotas: there they tell it, and that is said.
+the engine without quotas: there they tell it, and that is said. For whose turn it is
+beside another tenant, it is an order made wrong for the purpose.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ from stemkv.audit.isolation.timing import (
     judge,
     time_pairs,
 )
+from stemkv.audit.isolation.turns import (
+    BESIDE,
+    LIKES_HITS,
+    NOSY,
+    OWN,
+    Turns,
+    try_turns,
+)
 from stemkv.audit.isolation.worlds import (
     BLOCK_SIZE,
     PRIVATE,
@@ -61,6 +70,7 @@ from stemkv.audit.isolation.worlds import (
     Setting,
 )
 from stemkv.audit.verdict import AuditReport, Check, Table, Verdict
+from stemkv.core.orders import ORDERS
 from stemkv.engine import LoadedModel
 from stemkv.errors import ConfigError
 
@@ -127,6 +137,7 @@ def audit_isolation(
     rounds = _time(stage, options, progress, clock)
     volumes = try_volume(stage, progress)
     habits = try_habits(progress, seed=options.seed)
+    turns = try_turns(progress)
     beyond = measure_beyond()
     pressure = measure_pressure()
     wait = measure_wait(stage, progress, clock=clock)
@@ -138,6 +149,7 @@ def audit_isolation(
         *_theft_checks(thefts),
         *_timing_checks(rounds),
         *_eviction_checks(volumes, habits),
+        *_turn_checks(turns),
     )
     return AuditReport(
         name="isolation",
@@ -151,6 +163,7 @@ def audit_isolation(
             _timing_table(rounds),
             _pressure_table(pressure),
             _eviction_table(volumes, habits, beyond),
+            _turn_table(turns),
             _remaining_table(pressure, habits, beyond, wait, ids, findings),
         ),
         method=_method(loaded, options, rounds),
@@ -169,6 +182,7 @@ def audit_isolation(
             "pressure": [asdict(row) for row in pressure],
             "volumes": [_volume_data(volume) for volume in volumes],
             "habits": [asdict(each) for each in habits],
+            "turns": [_turn_data(each) for each in turns],
             "beyond_floor": asdict(beyond),
             "wait": asdict(wait),
         },
@@ -492,6 +506,61 @@ def _habit_evidence(habits: Habits) -> str:
     )
 
 
+def _turn_checks(turns: list[Turns]) -> list[Check]:
+    (shared,) = [
+        each
+        for each in turns
+        if each.play == OWN and each.setting.is_control and each.order == LIKES_HITS
+    ]
+    (nosy,) = [each for each in turns if each.order == NOSY]
+    return [
+        _control(
+            f"In one group {LIKES_HITS} answers the guess first that another used",
+            shared.is_signal and shared.warm[0] != shared.cold[0],
+            _turn_evidence([shared]),
+        ),
+        _claim(
+            "In which order a tenant's own requests start does not depend on what "
+            "others have cached",
+            not any(each.is_signal for each in _turns_of(OWN, turns)),
+            _turn_evidence(_turns_of(OWN, turns)),
+        ),
+        _control(
+            "An order that ranks all tenants by all that is cached gives it away",
+            nosy.is_signal,
+            _turn_evidence([nosy]),
+        ),
+        _claim(
+            "Nor does it tell what another has cached whether its request of equal "
+            "length starts before or after",
+            not any(each.is_signal for each in _turns_of(BESIDE, turns)),
+            _turn_evidence(_turns_of(BESIDE, turns)),
+        ),
+    ]
+
+
+def _turns_of(play: str, turns: list[Turns]) -> list[Turns]:
+    """Return those of a play that must not tell anything."""
+    return [
+        each
+        for each in turns
+        if each.play == play and not each.setting.is_control and each.order != NOSY
+    ]
+
+
+def _turn_evidence(turns: list[Turns]) -> str:
+    telling = [each for each in turns if each.is_signal]
+    if not telling:
+        names = ", ".join(dict.fromkeys(each.order for each in turns))
+        return f"all started alike, cached or not, in {len(turns)} plays under {names}"
+    first = telling[0]
+    return (
+        f"told apart in {len(telling)} of {len(turns)} plays; under {first.order}, "
+        f"{first.setting.name}: {', '.join(first.warm)} if it is cached, else "
+        f"{', '.join(first.cold)}"
+    )
+
+
 def _headline(checks: tuple[Check, ...]) -> str:
     claims = [check for check in checks if not check.is_control]
     broken = [check for check in claims if check.verdict is Verdict.BROKEN]
@@ -664,6 +733,30 @@ def _eviction_table(
     )
 
 
+def _turn_table(turns: list[Turns]) -> Table:
+    cells = {
+        (each.order, each.play, each.setting.name): (
+            "differs" if each.is_signal else "equal"
+        )
+        for each in turns
+    }
+    settings = (SHARED.name, PRIVATE.name, PUBLIC_HEAD.name)
+    columns = [(OWN, name) for name in settings]
+    columns += [(BESIDE, name) for name in settings[1:]]
+    return Table(
+        title="Whether the order of answers tells what a victim has cached",
+        columns=("order", *(f"{play}, {name}" for play, name in columns)),
+        rows=tuple(
+            (order, *(cells.get((order, *column)) for column in columns))
+            for order in (*ORDERS, NOSY)
+        ),
+        note=f"Own: the attacker's guesses, one of which the victim used, or not. "
+        f"Beside: the attacker's requests and the victim's, which is cached, or not. "
+        f"'{SHARED.name}' and the made-up order {NOSY!r} are the controls: "
+        f"{LIKES_HITS} in the one and the other must differ. Exact.",
+    )
+
+
 def _seen(is_signal: bool) -> str:
     return "seen" if is_signal else "not seen"
 
@@ -753,6 +846,8 @@ def _method(
         "evictions": f"a floor covers what the attacker retains and its request that "
         f"runs; how soon a victim comes back is played on a cache alone, with the policy "
         f"{LEARNING.name}",
+        "order of answers": "played on a scheduler alone that serves one request at a "
+        "time, under every order with the numbers of the engine's default",
         "timing": f"CPU seconds of this process, which others on the machine hardly "
         f"change; prompts of 4 blocks in interleaved pairs in random order, "
         f"{rounds[-1].claim.num_pairs} of them; trimmed means (a fifth at either end); "
@@ -795,6 +890,17 @@ def _volume_data(volume: Volume) -> dict[str, Any]:
         "is_signal": volume.is_signal,
         "idle": {"number": volume.idle.number, "sha256": volume.idle.digest},
         "busy": {"number": volume.busy.number, "sha256": volume.busy.digest},
+    }
+
+
+def _turn_data(turns: Turns) -> dict[str, Any]:
+    return {
+        "play": turns.play,
+        "order": turns.order,
+        "setting": turns.setting.name,
+        "is_signal": turns.is_signal,
+        "warm": list(turns.warm),
+        "cold": list(turns.cold),
     }
 
 
