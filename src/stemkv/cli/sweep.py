@@ -37,7 +37,7 @@ from stemkv.report.wording import per_cent
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import lru_curves, units_in
 from stemkv.sim.hinting import HintRule
-from stemkv.sim.outcome import trace_facts
+from stemkv.sim.outcome import listed_pairs, trace_facts
 from stemkv.sim.policies import (
     CLAIRVOYANT,
     EVICTIONS,
@@ -283,6 +283,9 @@ def _settings(
         "pauses_prefills": config.order.pauses_prefills,
         "step_time_s": config.step_time_s,
         "retained_floor_blocks": config.retained_floor_blocks,
+        "weights": listed_pairs(config.order.weights),
+        "slo_ttft_s_by_class": listed_pairs(config.order.slo_ttft_s),
+        "session_share": None if config.sessions is None else config.sessions.share,
     }
 
 

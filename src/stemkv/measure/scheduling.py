@@ -6,8 +6,9 @@ Owns the definitions. Knows no order and no clock of its own.
   and 50 ms; loose: 10 s and 100 ms.
 - *wait ratio* of a request: prefill tokens that its own tenant ran from its arrival to
   its first token, over the uncached tokens of its tenant that were ahead of it then,
-  itself included. 1 if nobody overtook it; `fair` bounds it by about k. *Of all*: the
-  same with the work of all tenants.
+  itself included. About 1 if nobody overtook it; `fair` bounds it by about k while
+  memory is not short: what was cached when a request came and was evicted before its
+  start is run and was not ahead. *Of all*: the same with the work of all tenants.
 - *tenant gap*: the largest range, over any time in which two tenants were backlogged
   without a break, of the difference of what they were served: prefill tokens and
   `decode_weight` for each decoded one, over the tenant's weight. 0 is perfectly fair.

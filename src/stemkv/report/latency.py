@@ -45,6 +45,7 @@ __all__ = [
     "in_flight",
     "latency_table",
     "memory_chart",
+    "opportunity_table",
     "stall_table",
     "timeline",
     "ttft_chart",
@@ -178,7 +179,8 @@ def wait_table(result: ReplayResult) -> list[Section]:
     if found.most_wait_ratio is not None:
         note += (
             f" The longest wait was {found.most_wait_ratio:.1f} times the work of its "
-            f"tenant that was ahead."
+            f"tenant that was ahead; where memory is short, what was cached then may "
+            f"have been computed again since."
         )
     if found.tenant_gap_tokens is not None:
         note += (
@@ -192,6 +194,32 @@ def wait_table(result: ReplayResult) -> list[Section]:
             rows=rows,
             note=note,
             label=result.cost_kind.value,
+        )
+    ]
+
+
+def opportunity_table(result: ReplayResult) -> list[Section]:
+    """Return what the last retained GiB saves, beside what requests waited for it."""
+    found = result.opportunity
+    if found is None:
+        return []
+    rows: list[Sequence[Cell]] = [
+        ("saved by the last of it, s per GiB", found.saved_s_per_gib),
+        ("how much that last of it is, GiB", found.last_gib),
+        ("request-seconds waited for memory", found.memory_wait_s),
+        ("retained when such waits began, mean GiB", found.retained_gib),
+    ]
+    if found.wait_s_per_gib is not None:
+        rows.append(("waited, s per GiB retained", found.wait_s_per_gib))
+    return [
+        Section(
+            title="What the last retained GiB saves, and what waits for it",
+            columns=("what", "value"),
+            rows=rows,
+            note="Over the whole trace. Saved: by the curve of requests one after another "
+            "(LRU). Retained memory is evicted as soon as an admission needs it, so it "
+            "is what was left that the waiting could not use.",
+            label="estimated",
         )
     ]
 

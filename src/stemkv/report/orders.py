@@ -168,7 +168,7 @@ def _totals(group: Sequence[_Row], where: str) -> Section:
     has_gap = any(found.tenant_gap_tokens is not None for _, found in group)
     has_cpu = any(found.scheduler_cpu_s is not None for _, found in group)
     columns = ["order", "TTFT p50 s", "p95 s", "p99 s", "longest s", "within limits %"]
-    columns += ["goodput per s", "longest wait, x own backlog", "x all"]
+    columns += ["goodput per s", "wait, x own backlog", "x all"]
     columns += ["tenant gap, tokens"] if has_gap else []
     columns += ["hit tokens", "requests per s"]
     columns += ["scheduler CPU s"] if has_cpu else []
@@ -184,7 +184,8 @@ def _totals(group: Sequence[_Row], where: str) -> Section:
         row += [found.scheduler_cpu_s] if has_cpu else []
         rows.append(row)
     note = (
-        f"Within limits: {_limits(group[0][1])}, of all requests. Longest wait: prefill "
+        f"Within limits: {_limits(group[0][1])}, of all requests (2 s and 50 ms if none "
+        f"were given; where a time per token is promised, try --step-time). Wait: prefill "
         f"tokens run until the first token over those that were ahead, of the own tenant "
         f"and of all. Tenant gap: the furthest that two backlogged tenants got apart in what "
         f"they were served, weighted."

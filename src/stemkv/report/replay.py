@@ -60,6 +60,7 @@ def replay_page(result: ReplayResult) -> Page:
         *([] if result.trace.is_opaque else of_reuse),
         *latency.memory_chart(result),
         *latency.wait_table(result),
+        *latency.opportunity_table(result),
         *latency.stall_table(result),
         *latency.ttft_chart(result),
         *latency.latency_table(result),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stemkv.core.account import Account, PrefixAccount
@@ -43,7 +43,7 @@ from stemkv.sim.replica import Replica, join_samples
 from stemkv.sim.thinning import Thinned
 from stemkv.sim.trace import Trace
 
-__all__ = ["Outcome", "trace_facts"]
+__all__ = ["Outcome", "listed_pairs", "trace_facts"]
 
 _MAX_PREFIXES = 50
 _MAX_PROBLEMS = 20
@@ -219,7 +219,7 @@ class Outcome:
             differing_fields=() if first is None else first.differing_fields,
             num_preemptions=entry.num_preemptions,
             stall_s=entry.stall_s,
-            stalls=tuple(_stall(stall, self._request_name) for stall in entry.stalls),
+            stalls=tuple(self._stall(stall) for stall in entry.stalls),
             waits=tuple(
                 WaitSpan(
                     reason=wait.reason.value, start_s=wait.start_s, end_s=wait.end_s
@@ -236,6 +236,20 @@ class Outcome:
             own_run_tokens=None if share is None else share.own_run,
             backlog_tokens=None if share is None else share.backlog,
             run_tokens=None if share is None else share.run,
+        )
+
+    def _stall(self, stall: Stall) -> StallSpan:
+        return StallSpan(
+            start_s=stall.start_s,
+            end_s=stall.end_s,
+            num_missing_blocks=stall.num_missing_blocks,
+            active=tuple(
+                (self._request_name(each), blocks) for each, blocks in stall.active
+            ),
+            retained=tuple(
+                (self._public_label if name == PUBLIC_ACCOUNT else name, blocks)
+                for name, blocks in stall.retained
+            ),
         )
 
     def _request_name(self, request_id: str) -> str:
@@ -487,8 +501,8 @@ class Outcome:
             "quantum": config.order.quantum,
             "decode_weight": config.order.decode_weight,
             "pauses_prefills": config.order.pauses_prefills,
-            "weights": _listed(config.order.weights),
-            "slo_ttft_s_by_class": _listed(config.order.slo_ttft_s),
+            "weights": listed_pairs(config.order.weights),
+            "slo_ttft_s_by_class": listed_pairs(config.order.slo_ttft_s),
             "step_time_s": config.step_time_s,
             "retained_floor_blocks": config.retained_floor_blocks,
             "session_share": None if config.sessions is None else config.sessions.share,
@@ -592,19 +606,6 @@ def _spelled(domain: Domain) -> str:
     return f"{kind}:{domain.name}" if domain.name else kind
 
 
-def _stall(stall: Stall, name_of: Callable[[str], str]) -> StallSpan:
-    return StallSpan(
-        start_s=stall.start_s,
-        end_s=stall.end_s,
-        num_missing_blocks=stall.num_missing_blocks,
-        active=tuple((name_of(each), blocks) for each, blocks in stall.active),
-        retained=tuple(
-            ("(public)" if name == PUBLIC_ACCOUNT else name, blocks)
-            for name, blocks in stall.retained
-        ),
-    )
-
-
 def trace_facts(trace: Trace) -> TraceFacts:
     """Return what a report says of a trace."""
     return TraceFacts(
@@ -625,7 +626,8 @@ def trace_facts(trace: Trace) -> TraceFacts:
     )
 
 
-def _listed(values: Mapping[str, float]) -> str | None:
+def listed_pairs(values: Mapping[str, float]) -> str | None:
+    """Return numbers by name as people type them; `None` if there are none."""
     pairs = (f"{name}={value:g}" for name, value in sorted(values.items()))
     return ", ".join(pairs) or None
 
