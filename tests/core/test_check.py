@@ -448,7 +448,7 @@ def call_a_running_request_waiting(office: Office) -> None:
 
 
 def forget_a_waiting_request(office: Office) -> None:
-    office.scheduler._order.remove(office.waiting.request_id)
+    office.scheduler._order.remove(office.waiting)
 
 
 def change_the_tokens_of_a_request(office: Office) -> None:

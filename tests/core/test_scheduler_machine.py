@@ -460,7 +460,7 @@ def test_a_scheduler_keeps_its_promises_for_a_long_time(seed: int) -> None:
 
 
 def test_the_walks_meet_everything_they_are_meant_to_meet() -> None:
-    drivers = [live_long(seed, num_acts=150) for seed in range(50, 56)]
+    drivers = [live_long(seed, num_acts=150) for seed in range(50, 62)]
 
     events = [event for driver in drivers for event in driver.events]
     for kind in (

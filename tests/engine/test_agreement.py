@@ -290,7 +290,9 @@ def test_two_turns_on_the_real_model_equal_fresh_ones(
             )["input_ids"]
         )
     )
-    engine = build_engine(loaded, block_size=8, num_blocks=32)
+    # In the order of arrival: the second would go first, as it has less work.
+    order = OrderConfig(name="fcfs")
+    engine = build_engine(loaded, block_size=8, num_blocks=32, order=order)
     asks = [
         Ask(request_id="one", ids=ids, params=SamplingParams(max_new_tokens=6)),
         Ask(

@@ -58,14 +58,21 @@ class Branching:
         return sum(len(branch.copies) for branch in self.branches)
 
 
-def branch_out(lab: Lab) -> Branching:
-    """Extend one cached prefix in six ways at once and look at all blocks."""
+def branch_out(lab: Lab) -> Branching | str:
+    """Extend one cached prefix in six ways at once and look at all blocks.
+
+    Returns why not, where the engine keeps no prefix.
+    """
     witness = lab.witness(num_blocks=32)
     kv = witness.engine.kv
     size = lab.block
     stem = lab.ask(0, 4 * size + size // 4)
     writer = witness.serve(stem)
     shared = writer.block_ids[: len(writer.kv[0, 0]) // size]
+    nodes = witness.engine.cache.tree.nodes()
+    if not set(shared) <= {block for node in nodes for block in node.block_ids}:
+        # Blocks that went back are anybody's to write.
+        return "the prefix is not in the cache once its request has ended"
     before = _checksums(kv, shared)
     # Still inside that block, so that only what the stem has left is shared by all.
     forking = stem.followed_by(lab.text(1, size // 4))
