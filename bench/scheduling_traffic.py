@@ -131,11 +131,12 @@ def copies(
 ) -> Trace:
     """So many users for each recorded agent session, who share nothing with each other.
 
-    For closed loops: gaps are as recorded, sessions start within `spread_s` seconds.
-    Half of the copies are the heavy tenant's.
+    For closed loops: a session's next request comes as long after the end of the one
+    before as it was recorded after its arrival. Sessions start within `spread_s`
+    seconds. Half of the copies are the heavy tenant's.
     """
     path = TRACES / "lmcache-agent" / f"{name}_cl100k_blk16.jsonl.gz"
-    recorded = in_units_of(read_trace(path), 64)
+    recorded = _in_turns(in_units_of(read_trace(path), 64))
     chance = random.Random(seed)
     largest = 1 + max(max(request.units, default=0) for request in recorded.requests)
     rows: list[tuple[float, int, int, TraceRequest]] = []
@@ -149,6 +150,7 @@ def copies(
                 request,
                 request_id=f"{request.request_id}/{copy}",
                 units=array("i", [largest * copy + unit for unit in request.units]),
+                # Later turns come when their parent has ended; here only their order.
                 arrival_s=starts[request.session] + request.arrival_s * 1e-6,
                 session=f"{request.session}/{copy}",
                 tenant=tenant,
@@ -237,6 +239,24 @@ class _Author:
                 )
             )
         return trace_of(rows, name="made")
+
+
+def _in_turns(trace: Trace) -> Trace:
+    """Return the trace with each request of a session waiting for the one before.
+
+    The recordings name sessions and no parents: without this all turns of a session are
+    there at once, in a closed loop as well.
+    """
+    last: dict[str | None, int] = {}
+    requests: list[TraceRequest] = []
+    for index, request in enumerate(trace.requests):
+        before = last.get(request.session)
+        last[request.session] = index
+        if before is not None:
+            gap_s = request.arrival_s - requests[before].arrival_s
+            request = replace(request, parent=before, think_s=gap_s)
+        requests.append(request)
+    return replace(trace, requests=requests)
 
 
 def _endless(

@@ -83,6 +83,7 @@ def test_every_number_of_an_order_reaches_the_replay() -> None:
         (("--lane", "0"), "lane must be an integer of at least 1"),
         (("--weights", "heavy"), "--weights takes names and numbers"),
         (("--weights", "a=1,a=2"), "--weights has 'a' twice"),
+        (("--weights", "nobody=2"), "--weights: the trace has no tenant 'nobody'"),
         (("--weights", "a=0"), "weights of 'a' must be a number above 0"),
         (("--order", "deadline"), "order deadline needs slo_ttft_s"),
         (("--step-time", "0"), "step_time_s must be a number of seconds above 0"),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from stemkv.core.orders import OrderConfig
 from stemkv.core.sessions import SessionConfig
 from stemkv.errors import ConfigError
+from stemkv.sim.trace import Trace
 
-__all__ = ["OrderOptions", "pairs_listed", "sessions_of"]
+__all__ = ["OrderOptions", "check_names", "pairs_listed", "sessions_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +63,18 @@ def pairs_listed(option: str, text: str | None) -> dict[str, float]:
             raise ConfigError(f"{option} has {name!r:.60} twice")
         pairs[name] = value
     return pairs
+
+
+def check_names(order: OrderConfig, trace: Trace) -> None:
+    """Raise `ConfigError` for a name in an order's settings that no tenant has."""
+    known = trace.tenants()
+    for option, named in (
+        ("--weights", order.weights),
+        ("--slo-class", order.slo_ttft_s),
+    ):
+        strange = sorted(set(named) - set(known))
+        if strange:
+            raise ConfigError(
+                f"{option}: the trace has no tenant {strange[0]!r:.60}; it has "
+                f"{', '.join(known[:5])}{' …' if len(known) > 5 else ''}"
+            )

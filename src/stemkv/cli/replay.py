@@ -14,6 +14,7 @@ from typing import Final
 from rich.console import Console
 
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -139,6 +140,7 @@ def run_replay(options: ReplayOptions) -> int:
     trace = load_trace(
         options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
     )
+    check_names(config.order, trace)
     run = _run_timed if options.has_clock else _run_sequence
     return run(console, trace, config, deployment, options, thresholds)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
     PeoplesConsole,
@@ -135,6 +136,7 @@ def run_sweep(options: SweepOptions) -> int:
     console = PeoplesConsole(json_file=options.outputs.json)
     configs = grid.configs(base)
     trace = load_trace(options.trace, rate=options.workload_rate)
+    check_names(base.order, trace)
     if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)

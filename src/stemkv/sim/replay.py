@@ -54,7 +54,6 @@ def replay(
         raise ConfigError(f"trace {trace.name} has no requests")
     check_online(config.eviction)
     check_quotas(trace, config, costs)
-    _check_classes(trace, config)
     loop = _Loop(trace, config, costs, cpu_clock)
     loop.run(progress)
     return loop.outcome()
@@ -70,19 +69,6 @@ def check_quotas(trace: Trace, config: ReplayConfig, costs: CostModel) -> None:
             block_size=config.block_size,
             block_bytes=config.block_size * costs.bytes_per_token,
         )
-
-
-def _check_classes(trace: Trace, config: ReplayConfig) -> None:
-    """Raise `ConfigError` for names in the order's settings that nobody has."""
-    known = trace.tenants()
-    order = config.order
-    for what, named in (("weights", order.weights), ("slo_ttft_s", order.slo_ttft_s)):
-        strange = sorted(set(named) - set(known))
-        if strange:
-            raise ConfigError(
-                f"{what}: the trace has no tenant {strange[0]!r:.60}; it has "
-                f"{', '.join(known[:5])}{' …' if len(known) > 5 else ''}"
-            )
 
 
 class _Loop:
