@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stemkv.core.cost import RooflineCost
 from stemkv.core.orders import OrderConfig
+from stemkv.core.sessions import SessionConfig
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.formats import read_trace
@@ -36,6 +37,7 @@ __all__ = [
     "conversation",
     "copies",
     "groups",
+    "of_one_tenant",
     "users",
     "worked",
 ]
@@ -70,6 +72,7 @@ def config(
     step_time_s: float | None = None,
     load: LoadConfig | None = None,
     retained_floor_blocks: int = 0,
+    sessions: SessionConfig | None = None,
 ) -> ReplayConfig:
     """Return the replica: LRU, 256 requests at once, steps of 1,024 tokens or a time."""
     return ReplayConfig(
@@ -81,6 +84,7 @@ def config(
         order=order,
         step_time_s=step_time_s,
         retained_floor_blocks=retained_floor_blocks,
+        sessions=sessions,
         sharing=SharingRule(name="shared"),
         load=LoadConfig() if load is None else load,
     )
@@ -170,6 +174,14 @@ def copies(
             )
             for arrival_s, copy, _, row in rows
         ],
+    )
+
+
+def of_one_tenant(trace: Trace) -> Trace:
+    """Return the same requests, all of one tenant: for orders without turns."""
+    return replace(
+        trace,
+        requests=[replace(request, tenant=HEAVY) for request in trace.requests],
     )
 
 
