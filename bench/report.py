@@ -28,7 +28,8 @@ class Bar:
     unit: str
     limit: float | None = None  # None: information, promises nothing
     sense: Literal["at most", "at least"] = "at most"
-    basis: Literal["measured", "exact"] = "measured"  # exact: a count, not a clock
+    # exact: a count; estimated: by a model of costs
+    basis: Literal["measured", "exact", "estimated"] = "measured"
 
     @property
     def is_met(self) -> bool:

@@ -72,6 +72,7 @@ def config(
     step_time_s: float | None = None,
     load: LoadConfig | None = None,
     retained_floor_blocks: int = 0,
+    lookahead: int | None = None,
     sessions: SessionConfig | None = None,
 ) -> ReplayConfig:
     """Return the replica: LRU, 256 requests at once, steps of 1,024 tokens or a time."""
@@ -84,6 +85,7 @@ def config(
         order=order,
         step_time_s=step_time_s,
         retained_floor_blocks=retained_floor_blocks,
+        lookahead=lookahead,
         sessions=sessions,
         sharing=SharingRule(name="shared"),
         load=LoadConfig() if load is None else load,

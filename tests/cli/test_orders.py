@@ -105,3 +105,58 @@ def test_an_order_without_the_clock_is_refused() -> None:
 
     assert result.exit_code == 2
     assert "--lane needs the clock" in result.stderr
+
+
+@pytest.mark.parametrize("has_parents", [False, True])
+def test_a_closed_loop_in_which_nobody_waits_is_told(has_parents: bool) -> None:
+    lines = [
+        {"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.0},
+        {"chat_id": 2, "parent_chat_id": 1 if has_parents else -1, "timestamp": 1.0},
+    ]
+    usual = {"input_length": 32, "output_length": 2, "hash_ids": [1, 2], "turn": 1}
+    Path("t.jsonl").write_text("\n".join(json.dumps(line | usual) for line in lines))
+
+    result = stemkv(
+        "replay", "t.jsonl", "--format", "bailian", "--loop", "closed", "--memory",
+        "1GiB", "--no-curves",
+    )  # fmt: skip
+
+    assert result.exit_code == 0, result.stderr
+    is_told = "no request of the trace names the turn before it" in result.stderr
+    assert is_told is not has_parents
+
+
+def test_a_timeline_says_why_requests_waited_and_who_held_the_memory() -> None:
+    file, document = Path("t.json"), Path("r.json")
+
+    result = stemkv(
+        "replay", *MADE, "--memory", "2GiB", "--timeline", file, "--json", document,
+        "--no-curves",
+    )  # fmt: skip
+
+    assert result.exit_code == 0, result.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    found = json.loads(document.read_text())
+    drawn: dict[str, float] = {}
+    open_since: dict[tuple[int, str], float] = {}
+    for event in events:
+        if event["name"].startswith("waiting: "):
+            key = (event["id"], event["name"])
+            if event["ph"] == "b":
+                open_since[key] = event["ts"]
+            else:
+                reason = event["name"].removeprefix("waiting: ")
+                seconds = (event["ts"] - open_since.pop(key)) / 1e6
+                drawn[reason] = drawn.get(reason, 0.0) + seconds
+    assert not open_since
+    assert drawn == pytest.approx(found["scheduling"]["wait_s"], abs=1e-3)
+    assert {"queue", "memory"} <= set(drawn)
+    waits = [e for e in events if e["name"] == "waiting: memory" and e["ph"] == "b"]
+    for wait in waits:
+        assert wait["args"]["active blocks"]
+        assert wait["args"]["missing blocks"] > 0
+    steps = [event for event in events if event.get("cat") == "step"]
+    saved_s = sum(step["args"]["saved prefill s"] for step in steps)
+    assert saved_s == pytest.approx(found["saved"]["seconds"])
+    joules = sum(step["args"]["saved joules"] for step in steps)
+    assert joules == pytest.approx(found["saved"]["joules"])

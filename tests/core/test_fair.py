@@ -211,7 +211,6 @@ class PicksTwice(RuleBasedStateMachine):
         self.num_added = 0
         self.plain = PlainFair(lane, quantum, decode_weight, pauses, weights)
         self.fair = Fair(
-            "fair",
             work_left(None),
             lane=lane,
             quantum=quantum,
@@ -401,7 +400,6 @@ def test_a_lane_saves_no_more_than_a_long_prompt(num_oldest: int) -> None:
     """Its oldest waits for a driver, so that all others go before it."""
     plain = PlainFair(1, 8192, 2.0, pauses=True, weights={})
     fair = Fair(
-        "fair",
         work_left(None),
         lane=1,
         quantum=8192,

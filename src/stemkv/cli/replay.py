@@ -37,7 +37,7 @@ from stemkv.cli.thresholds import (
     numbers_of_sequence,
     parse_thresholds,
 )
-from stemkv.cli.traces import TraceOptions, load_trace
+from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
 from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
 from stemkv.sim.config import ReplayConfig
@@ -141,6 +141,7 @@ def run_replay(options: ReplayOptions) -> int:
         options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
     )
     check_names(config.order, trace)
+    say_if_open(trace, config.load.loop)
     run = _run_timed if options.has_clock else _run_sequence
     return run(console, trace, config, deployment, options, thresholds)
 

@@ -26,7 +26,7 @@ from stemkv.cli.outputs import (
 from stemkv.cli.quotas import check_in, read_quotas
 from stemkv.cli.replay import Outputs
 from stemkv.cli.summary import print_notes, print_sentences
-from stemkv.cli.traces import TraceOptions, load_trace
+from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
 from stemkv.errors import ConfigError
 from stemkv.measure.gap import BASELINE, compared, with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json
@@ -137,6 +137,7 @@ def run_sweep(options: SweepOptions) -> int:
     configs = grid.configs(base)
     trace = load_trace(options.trace, rate=options.workload_rate)
     check_names(base.order, trace)
+    say_if_open(trace, base.load.loop)
     if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stemkv.cli.options import remedy_as_typed
-from stemkv.cli.outputs import counted
+from stemkv.cli.outputs import counted, say
 from stemkv.errors import ConfigError
 from stemkv.sim.formats import read_trace
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
 
-__all__ = ["TraceOptions", "load_trace", "parse_map"]
+__all__ = ["TraceOptions", "load_trace", "parse_map", "say_if_open"]
 
 _NUM_REQUESTS = 1_000
 
@@ -79,6 +79,15 @@ def parse_map(entries: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--map gives {role} twice: {fields[role]} and {path}")
         fields[role] = path
     return fields
+
+
+def say_if_open(trace: Trace, loop: str) -> None:
+    """Tell people that a closed loop is none, as no request waits for another."""
+    if loop == "closed" and all(each.parent is None for each in trace.requests):
+        say(
+            "note: no request of the trace names the turn before it, so in the closed "
+            "loop, too, all arrive as recorded"
+        )
 
 
 def load_trace(

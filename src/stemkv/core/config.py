@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stemkv.errors import ConfigError
 
-__all__ = ["CacheConfig", "SchedulerConfig"]
+__all__ = ["CacheConfig", "SchedulerConfig", "is_number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for field in ("num_blocks", "block_size"):
             _at_least(field, getattr(self, field), 1)
-        is_number = isinstance(self.max_kept_share, int | float)
-        if not is_number or not 0.0 <= self.max_kept_share <= 1.0:
+        if not is_number(self.max_kept_share) or not 0.0 <= self.max_kept_share <= 1.0:
             raise ConfigError(
                 f"max_kept_share must be a number in [0, 1], "
                 f"got {self.max_kept_share!r:.80}"
@@ -60,9 +59,7 @@ class SchedulerConfig:
         _at_least("retained_floor_blocks", self.retained_floor_blocks, 0)
         step_time_s = self.step_time_s
         if step_time_s is not None and (
-            not isinstance(step_time_s, int | float)
-            or isinstance(step_time_s, bool)
-            or not 0 < step_time_s < math.inf
+            not is_number(step_time_s) or not 0 < step_time_s < math.inf
         ):
             raise ConfigError(
                 f"step_time_s must be a number of seconds above 0, or None, "
@@ -76,11 +73,15 @@ class SchedulerConfig:
                 f"({self.token_budget}), so that every running request gets its next "
                 f"token in every step; got {self.max_num_running}"
             )
-        is_number = isinstance(self.watermark, int | float)
-        if not is_number or not 0.0 <= self.watermark < 1.0:
+        if not is_number(self.watermark) or not 0.0 <= self.watermark < 1.0:
             raise ConfigError(
                 f"watermark must be a number in [0, 1), got {self.watermark!r}"
             )
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at_least(field: str, value: int, minimum: int) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stemkv.core.config import is_number
 from stemkv.core.cost import CostModel
 from stemkv.core.order import Dfs, Fair, Fcfs, Lpm, Order, Residual
 from stemkv.core.order.keys import latest_start, work_left
@@ -56,7 +57,7 @@ class OrderConfig:
                     f"{name} must be an integer of at least 1, got {value!r:.80}"
                 )
         weight = self.decode_weight
-        if not _is_number(weight) or not 0 <= weight < math.inf:
+        if not is_number(weight) or not 0 <= weight < math.inf:
             raise ConfigError(
                 f"decode_weight must be a number of at least 0, got {weight!r:.80}"
             )
@@ -66,7 +67,7 @@ class OrderConfig:
             )
         for field_name in ("weights", "slo_ttft_s"):
             for key, value in getattr(self, field_name).items():
-                if not _is_number(value) or not 0 < value < math.inf:
+                if not is_number(value) or not 0 < value < math.inf:
                     raise ConfigError(
                         f"{field_name} of {key!r:.80} must be a number above 0, "
                         f"got {value!r:.80}"
@@ -101,7 +102,6 @@ class OrderConfig:
                 )
             key = latest_start(costs, self.slo_ttft_s)
         return Fair(
-            self.name,
             key,
             lane=self.lane,
             quantum=self.quantum,
@@ -110,7 +110,3 @@ class OrderConfig:
             weights=self.weights,
             lapses=self.name == "deadline",
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

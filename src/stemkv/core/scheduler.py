@@ -761,7 +761,7 @@ class Scheduler:
         request.waits.now_for(None, now)
         if self.cache.ledger is not None:
             self._book_lookup(self.cache.ledger, request, lease, now)
-        self._run(request, _num_places(request), now)
+        self._run(request, _num_places(request))
         _count_matched(request, lease.num_matched_tokens, copied)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
@@ -1099,7 +1099,7 @@ class Scheduler:
             child.epoch = request.epoch
             child.lease = self.cache.fork(_lease_of(request), now)
             self._take_in(child)
-            self._run(child, 1, now)
+            self._run(child, 1)
             children.append(child)
         self._num_places -= request.num_places - 1  # the samples have theirs
         request.num_places = 1
@@ -1175,9 +1175,9 @@ class Scheduler:
                 raise InvariantError(f"request {request.request_id} is not running")
             del requests[index]
 
-    def _run(self, request: Request, num_places: int, now: float) -> None:
+    def _run(self, request: Request, num_places: int) -> None:
         if self._sessions is not None:
-            self._sessions.started(request, now)
+            self._sessions.started(request)
         self._num_moves += 1
         request.num_places = num_places
         self._num_places += num_places
@@ -1397,10 +1397,6 @@ def _num_places(request: Request) -> int:
     if request.num_output_tokens or request.sample:
         return 1
     return request.spec.num_samples
-
-
-def _publishes(request: Request) -> bool:
-    return request.namespace is not None
 
 
 def _order_key(request: Request) -> tuple[float, int, int]:

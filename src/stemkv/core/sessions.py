@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stemkv.core.config import is_number
 from stemkv.core.identity import Domain
 from stemkv.core.request import Request, RequestId, RequestState
 from stemkv.errors import ConfigError
@@ -33,13 +34,13 @@ class SessionConfig:
     patience_s: float = 60.0  # a wait after which an active session gives way, paused
 
     def __post_init__(self) -> None:
-        if not _is_number(self.share) or not 0 < self.share <= 1:
+        if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigError(
                 f"sessions.share must be above 0 and at most 1, got {self.share!r:.80}"
             )
         for name in ("idle_s", "patience_s"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < float("inf"):
+            if not is_number(value) or not 0 <= value < float("inf"):
                 raise ConfigError(
                     f"sessions.{name} must be a number of seconds of at least 0, "
                     f"got {value!r:.80}"
@@ -94,7 +95,7 @@ class SessionGate:
         """Forget a request that is held no longer."""
         self._waiting.pop(request.request_id, None)
 
-    def started(self, request: Request, now: float) -> None:
+    def started(self, request: Request) -> None:
         """Hear that a request runs."""
         session = self._session_of(request)
         if session is not None:
@@ -133,9 +134,8 @@ class SessionGate:
         if self._num_blocks + num_blocks <= self._most or not self._active:
             return True
         waited = now - request.spec.arrival_s
-        pause = 0.0 if is_alone or waited > self._config.patience_s else None
-        if pause is None:
-            pause = self._config.idle_s
+        is_urgent = is_alone or waited > self._config.patience_s
+        pause = 0.0 if is_urgent else self._config.idle_s
         paused = sorted(
             (
                 (session.last_s, place, key)
@@ -180,7 +180,3 @@ class _Session:
 def _key_of(request: Request) -> _Key | None:
     name = request.spec.hints.session
     return None if name is None else (request.spec.domain, name)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

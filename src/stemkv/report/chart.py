@@ -39,6 +39,7 @@ __all__ = [
     "line_chart",
     "span_chart",
     "thinned",
+    "value_or_gap",
 ]
 
 LINE_COLORS = tuple(f"var(--line-{n})" for n in range(1, 9))
@@ -88,6 +89,11 @@ class Span:
     end: float
     phase: str  # one colour each
     text: str
+
+
+def value_or_gap(value: float | None) -> float:
+    """Return what a chart leaves a gap for where there is no value."""
+    return math.nan if value is None else value
 
 
 def line_chart(

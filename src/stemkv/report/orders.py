@@ -16,23 +16,31 @@ from stemkv.measure.results import (
     SweepCell,
     SweepResult,
 )
-from stemkv.report.chart import LINE_COLORS, Axis, Band, Series, bar_chart, line_chart
+from stemkv.report.chart import (
+    LINE_COLORS,
+    Axis,
+    Band,
+    Series,
+    bar_chart,
+    line_chart,
+    value_or_gap,
+)
 from stemkv.report.page import Cell, Chart, Section
 from stemkv.report.wording import memory, name, per_cent, percent, seconds
 
-__all__ = ["has_orders", "order_charts", "order_headline", "order_tables"]
+__all__ = ["order_charts", "order_headline", "order_tables"]
 
 _Row = tuple[SweepCell, Scheduling]
 
 
-def has_orders(result: SweepResult) -> bool:
+def _has_orders(result: SweepResult) -> bool:
     """Return whether orders are compared: two or more, with a clock."""
     return len({cell.order for cell, _ in _rows(result)}) > 1
 
 
 def order_headline(result: SweepResult) -> str | None:
     """Return what the comparison comes to; `None` if there is none."""
-    if not has_orders(result):
+    if not _has_orders(result):
         return None
     rows = _rows(result)
     best = max(rows, key=lambda row: row[1].slo_share)
@@ -59,7 +67,7 @@ def order_headline(result: SweepResult) -> str | None:
 
 def order_tables(result: SweepResult) -> list[Section]:
     """Return two tables for each size, policy and rule: totals, and TTFT by class."""
-    if not has_orders(result):
+    if not _has_orders(result):
         return []
     tables: list[Section] = []
     for group in _groups(result):
@@ -79,7 +87,7 @@ def order_tables(result: SweepResult) -> list[Section]:
 
 def order_charts(result: SweepResult) -> list[Chart]:
     """Return pictures of the largest memory: waits of all, at worst, and of tenants."""
-    if not has_orders(result):
+    if not _has_orders(result):
         return []
     group = _groups(result)[-1]
     first = group[0][0]
@@ -109,10 +117,7 @@ def order_charts(result: SweepResult) -> list[Chart]:
             _bars(
                 f"TTFT p95 by tenant, {where}",
                 group,
-                {
-                    name(each): lambda f, each=each: _of(f.ttft(each), "p95")  # type: ignore[misc]
-                    for each in tenants
-                },
+                {name(each): _p95_of(each) for each in tenants},
                 axis="seconds",
                 note="Tenants with most requests.",
                 label="estimated",
@@ -123,8 +128,8 @@ def order_charts(result: SweepResult) -> list[Chart]:
             f"TTFT p95, cold and warm, {where}",
             group,
             {
-                "cold": lambda f: _of(f.ttft("cold"), "p95"),
-                "warm": lambda f: _of(f.ttft("warm"), "p95"),
+                "cold": _p95_of("cold"),
+                "warm": _p95_of("warm"),
             },
             axis="seconds",
             note="Cold requests reused nothing.",
@@ -273,7 +278,7 @@ def _bars(
         bands=[
             Band(
                 name=title_of,
-                values=[_drawn(value(found)) for _, found in group],
+                values=[value_or_gap(value(found)) for _, found in group],
                 color=LINE_COLORS[index % len(LINE_COLORS)],
             )
             for index, (title_of, value) in enumerate(values.items())
@@ -300,12 +305,12 @@ def _limits(found: Scheduling) -> str:
     )
 
 
+def _p95_of(title: str) -> Callable[[Scheduling], float | None]:
+    return lambda found: _of(found.ttft(title), "p95")
+
+
 def _of(summary: LatencySummary | None, what: str) -> float | None:
     return None if summary is None else getattr(summary, what)
-
-
-def _drawn(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _or_inf(value: float | None) -> float:

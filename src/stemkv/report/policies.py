@@ -20,6 +20,7 @@ from stemkv.report.chart import (
     Series,
     bar_chart,
     line_chart,
+    value_or_gap,
 )
 from stemkv.report.page import Cell, Chart, Section
 from stemkv.report.wording import memory, name, per_cent, percent
@@ -245,7 +246,7 @@ def _lines(
         Series(
             name=who if len(rules) == 1 else f"{who}, {rule}",
             x=[cell.gib for cell in line],
-            y=[_drawn(value(cell)) for cell in line],
+            y=[value_or_gap(value(cell)) for cell in line],
             color=LINE_COLORS[policies.index(line[0].eviction) % len(LINE_COLORS)],
             # One hue per policy; of two ways to share one is dashed, and so are the
             # ends: what nobody can have, and LRU where all else is hinted.
@@ -298,12 +299,12 @@ def _bars(cells: Sequence[SweepCell], lru: str) -> Chart:
         bands=[
             Band(
                 name="in tokens, %",
-                values=[per_cent(_drawn(cell.token_gap)) for cell in ordered],
+                values=[per_cent(value_or_gap(cell.token_gap)) for cell in ordered],
                 color="var(--line-1)",
             ),
             Band(
                 name="in seconds, %",
-                values=[per_cent(_drawn(cell.seconds_gap)) for cell in ordered],
+                values=[per_cent(value_or_gap(cell.seconds_gap)) for cell in ordered],
                 color="var(--line-2)",
             ),
         ],
@@ -313,7 +314,3 @@ def _bars(cells: Sequence[SweepCell], lru: str) -> Chart:
         f"another.{_alike(cells)}",
         label="estimated",
     )
-
-
-def _drawn(value: float | None) -> float:
-    return math.nan if value is None else value

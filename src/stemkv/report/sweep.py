@@ -18,6 +18,7 @@ from stemkv.report.chart import (
     Series,
     bar_chart,
     line_chart,
+    value_or_gap,
 )
 from stemkv.report.hindsight import hindsight_note
 from stemkv.report.opaque import opaque_headline, opaque_note
@@ -250,7 +251,7 @@ def _chart(
     columns = ("configuration", "GiB", axis.title)
     sizes = sorted({cell.gib for cell in cells})
     if len(sizes) == 1:
-        values = [_number(value(line[0])) for line in lines.values()]
+        values = [value_or_gap(value(line[0])) for line in lines.values()]
         return bar_chart(
             title=title,
             names=list(names.values()),
@@ -271,7 +272,7 @@ def _chart(
             Series(
                 name=names[choice],
                 x=[cell.gib for cell in line],
-                y=[_number(value(cell)) for cell in line],
+                y=[value_or_gap(value(cell)) for cell in line],
                 color=LINE_COLORS[hues.index(choice[:2]) % len(LINE_COLORS)],
                 # One hue per policy; of two ways to share one is dashed, and so is
                 # what nobody can have.
@@ -287,10 +288,6 @@ def _chart(
     )
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def _best(cells: Sequence[SweepCell]) -> Section:
     rows: list[Sequence[Cell]] = []
     for group in _by_size(cells):
@@ -302,7 +299,7 @@ def _best(cells: Sequence[SweepCell]) -> Section:
         ]
         timed = [cell for cell in group if cell.ttft_p99_s is not None]
         if timed:
-            quickest = min(timed, key=lambda cell: _number(cell.ttft_p99_s))
+            quickest = min(timed, key=lambda cell: value_or_gap(cell.ttft_p99_s))
             row += [_name(quickest, cells), number(quickest.ttft_p99_s)]
         else:
             row += ["not replayed with a clock", None]

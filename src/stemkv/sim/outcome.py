@@ -37,7 +37,13 @@ from stemkv.measure.results import (
     WaitSpan,
     WriterReader,
 )
-from stemkv.measure.scheduling import STRICT, Slo, scheduling_of
+from stemkv.measure.scheduling import (
+    STRICT,
+    Slo,
+    scheduling_of,
+    tpot_of,
+    ttft_of,
+)
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.replica import Replica, join_samples
 from stemkv.sim.thinning import Thinned
@@ -339,7 +345,7 @@ class Outcome:
                     ),
                     num_stalls=sum(account.num_stalls for account in accounts),
                     stall_s=sum(account.stall_s for account in accounts),
-                    ttft=summarize("TTFT", map(_ttft, finished)),
+                    ttft=summarize("TTFT", map(ttft_of, finished)),
                     tpot=summarize("TPOT", _tpots(finished)),
                 )
             )
@@ -430,7 +436,7 @@ class Outcome:
         for replica in self._replicas:
             gaps.update(replica.itl_s)
         summaries = [
-            summarize("TTFT", map(_ttft, finished)),
+            summarize("TTFT", map(ttft_of, finished)),
             summarize("TPOT", _tpots(finished)),
             summarize_weighted("ITL", gaps.items()),
             summarize("E2E", [_time(r.end_s) - r.arrival_s for r in finished]),
@@ -444,7 +450,7 @@ class Outcome:
             return None
         # One that was refused was not served within any limit.
         latencies = [
-            (None, None) if r.end_s is None else (_ttft(r), next(_tpots([r]), None))
+            (None, None) if r.end_s is None else (ttft_of(r), tpot_of(r))
             for r in requests
         ]
         return goodput(latencies, self._end_s, ttft_s=ttft_s, tpot_s=tpot_s)
@@ -650,15 +656,8 @@ def _totals(entries: Sequence[LedgerEntry]) -> TokenTotals:
     )
 
 
-def _ttft(request: RequestResult) -> float:
-    return _time(request.first_token_s) - request.arrival_s
-
-
 def _tpots(requests: Iterable[RequestResult]) -> Iterator[float]:
-    for request in requests:
-        if request.output_tokens > 1:
-            seconds = _time(request.end_s) - _time(request.first_token_s)
-            yield seconds / (request.output_tokens - 1)
+    return (tpot for each in requests if (tpot := tpot_of(each)) is not None)
 
 
 def _time(value: float | None) -> float:

@@ -190,7 +190,7 @@ def _make(name: str) -> tuple[Order, CostModel | None]:
     if name == NOSY:
         # By all that is cached, whoever may know of it: what `RequestQueue` is to prevent
         # by asking for the key a second time, with what is public only.
-        return Ranked(NOSY, lambda request, _: (-request.num_ready,)), None
+        return Ranked(lambda request, _: (-request.num_ready,)), None
     config = EngineConfig().order
     if name == "deadline":
         slo = {_CLASS: 60.0}

@@ -29,10 +29,6 @@ class Order(Protocol):
     """Holds the requests that wait and the prefills that are not finished."""
 
     @property
-    def name(self) -> str:
-        """What people type for it."""
-
-    @property
     def is_timeless(self) -> bool:
         """Whether picks depend neither on time nor on what else is computed."""
 

@@ -25,7 +25,6 @@ __all__ = ["Dfs"]
 class Dfs:
     """Groups of siblings, the largest first; within a group by arrival."""
 
-    name = "dfs"
     is_timeless = True
 
     def __init__(self) -> None:

@@ -47,7 +47,6 @@ class Fair:
 
     def __init__(
         self,
-        name: str,
         key: KeyOf,
         *,
         lane: int,
@@ -57,7 +56,6 @@ class Fair:
         weights: Mapping[str, float],
         lapses: bool = False,
     ) -> None:
-        self.name = name
         self._queue = RequestQueue(key, pauses=pauses_prefills)
         self._lane = lane
         self._quantum = quantum * _MILLI

@@ -12,4 +12,4 @@ class Fcfs(Ranked):
     """By arrival; ties by the order of `add`. Blind to what is cached."""
 
     def __init__(self) -> None:
-        super().__init__("fcfs", by_arrival)
+        super().__init__(by_arrival)

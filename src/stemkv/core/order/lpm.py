@@ -15,4 +15,4 @@ class Lpm(Ranked):
     """The most cached tokens first; ties by arrival."""
 
     def __init__(self) -> None:
-        super().__init__("lpm", by_cached)
+        super().__init__(by_cached)

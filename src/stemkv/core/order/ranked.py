@@ -20,11 +20,9 @@ __all__ = ["Ranked"]
 class Ranked:
     """The smallest key first; ties by arrival."""
 
-    def __init__(
-        self, name: str, key: KeyOf, *, pauses: bool = False, is_timeless: bool = True
-    ) -> None:
-        self.name = name
-        self.is_timeless = is_timeless
+    is_timeless = True  # keys are of requests and what is cached of them alone
+
+    def __init__(self, key: KeyOf, *, pauses: bool = False) -> None:
         self._queue = RequestQueue(key, pauses=pauses)
 
     def __len__(self) -> int:

@@ -19,4 +19,4 @@ class Residual(Ranked):
     def __init__(
         self, costs: CostModel | None = None, *, pauses_prefills: bool = False
     ) -> None:
-        super().__init__("residual", work_left(costs), pauses=pauses_prefills)
+        super().__init__(work_left(costs), pauses=pauses_prefills)
