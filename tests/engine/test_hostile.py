@@ -56,7 +56,7 @@ def test_values_that_no_float_or_seed_can_hold_are_refused(
     assert_unharmed(busy)
 
 
-@pytest.mark.parametrize("tenant", [["x"], 1, True, None, ""])
+@pytest.mark.parametrize("tenant", [["x"], 1, True, "", "(no tenant)"])
 def test_a_tenant_that_is_no_name_is_refused(busy: Engine, tenant: Any) -> None:
     with pytest.raises(RequestError, match="authenticated principal"):
         busy.add(PROMPT, PARAMS, tenant=tenant)

@@ -1051,6 +1051,12 @@ class Scheduler:
         request = self._requests[chunk.request_id]
         lease = _lease_of(request)
         self.cache.copied(lease, now)
+        if chunk.request_id in result.failed:
+            is_cancelled = request.is_cancelled
+            reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
+            self._stop_running(request, now)
+            self._abort(request, reason, now)
+            return
         _count_computed(request, chunk.start, chunk.end)
         request.num_computed = chunk.end
         if request.is_unfinished:

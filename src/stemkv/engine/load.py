@@ -56,6 +56,7 @@ from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedMo
 
 __all__ = [
     "LoadedModel",
+    "as_path",
     "default_cache_dir",
     "default_dtype",
     "dtype_named",
@@ -88,6 +89,7 @@ class LoadedModel:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    embedding_size: int  # of an input vector; some models project it to another
     context_length: int  # tokens
     eos_token_ids: frozenset[int]
 
@@ -145,11 +147,18 @@ def embedded_model() -> Path:
     )
 
 
+def as_path(field: str, value: Path | str) -> Path:
+    """Return a path that may be given as text; raises `ConfigError` for others."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{field} must be a path or its text, got {value!r:.80}")
+    return Path(value)
+
+
 def load_model(
-    path: Path | None = None,
+    path: Path | str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    cache_dir: Path | None = None,
+    cache_dir: Path | str | None = None,
     progress: Callable[[str], None] = lambda stage: None,
     trusts_digest_record: bool = True,
 ) -> LoadedModel:
@@ -159,11 +168,18 @@ def load_model(
     not hashed again, unless `trusts_digest_record` is false. Raises `ModelNotFound`,
     `BrokenModel` or `UnsupportedModel`, each naming the path.
     """
-    source = embedded_model() if path is None else path
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"dtype must be a torch.dtype, got {dtype!r:.80}; `dtype_named` makes one of "
+            f"a name"
+        )
+    source = embedded_model() if path is None else as_path("path", path)
     if not source.exists():
         raise ModelNotFound(f"model {source} does not exist; give a folder or a .gguf")
     dtype = default_dtype() if dtype is None else dtype
-    cache = default_cache_dir() if cache_dir is None else cache_dir
+    cache = (
+        default_cache_dir() if cache_dir is None else as_path("cache_dir", cache_dir)
+    )
     options = _Options(
         dtype=dtype,
         cache_dir=cache,
@@ -339,6 +355,7 @@ def _describe(
             getattr(text, "head_dim", None) or text.hidden_size // num_query_heads
         ),
         vocab_size=int(embedding.num_embeddings),
+        embedding_size=int(embedding.embedding_dim),
         context_length=int(text.max_position_embeddings),
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
