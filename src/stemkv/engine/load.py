@@ -51,8 +51,18 @@ from stemkv.engine.digest import (
     see_file,
     see_folder,
 )
+from stemkv.engine.kv import KvMemory
 from stemkv.engine.linear import StableLinear
-from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedModel
+from stemkv.engine.numerics import EXACT
+from stemkv.engine.own_call import check_own_call
+from stemkv.engine.runner import ModelRunner
+from stemkv.errors import (
+    BrokenModel,
+    ConfigError,
+    ModelNotFound,
+    StemKVError,
+    UnsupportedModel,
+)
 
 __all__ = [
     "LoadedModel",
@@ -65,6 +75,7 @@ __all__ = [
     "wrap_model",
 ]
 
+_BLOCK_SIZE = 16  # for one short call; an engine has its own
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -316,49 +327,97 @@ def _describe(
 ) -> LoadedModel:
     """Do what `wrap_model` says; `label` names the model in errors."""
     AttentionInterface.register(ATTENTION_NAME, attend)
+    with _refusal_named(model, label):
+        _prepare(model, label)
+        facts = _facts_of(model)
+        runner = ModelRunner(
+            model,
+            KvMemory(
+                num_layers=facts["num_layers"],
+                num_blocks=0,
+                block_size=_BLOCK_SIZE,
+                num_kv_heads=facts["num_kv_heads"],
+                head_dim=facts["head_dim"],
+                dtype=facts["dtype"],
+            ),
+            EXACT,
+            num_query_heads=facts["num_query_heads"],
+        )
+        check_own_call(
+            model,
+            runner,
+            vocab_size=facts["vocab_size"],
+            context_length=facts["context_length"],
+            name=label,
+        )
+        facts["eos_token_ids"] = _eos_token_ids(model, tokenizer)
+        facts["tied_tensors"] = _tied_tensors(model)
+    digests = digest()
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        tensor_digests=dict(digests.tensors),
+        buffers_digest=_digest_buffers(model),
+        tokenizer_digest=digests.tokenizer,
+        chat_template_digest=digests.chat_template,
+        **facts,
+    )
+
+
+def _prepare(model: Any, label: str) -> None:
+    """Switch a model to paged attention; raises `UnsupportedModel` if it has none."""
     model.eval()
-    config: Any = model.config
-    check_supported(config, label)
+    check_supported(model.config, label)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"model {label} ({type(model).__name__}) does not use transformers' "
             f"attention interface, so its KV cannot be paged"
         )
-    if config._attn_implementation != ATTENTION_NAME:
-        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    if model.config._attn_implementation != ATTENTION_NAME:
+        model.set_attn_implementation(ATTENTION_NAME)
     for module_name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModel(
                 f"model {label} has non-causal attention in {module_name}; only causal "
                 f"decoders are supported"
             )
-    text = config.get_text_config()
+
+
+def _facts_of(model: Any) -> dict[str, Any]:
+    """Return what a model's config and modules say, by the fields of `LoadedModel`."""
+    text = model.config.get_text_config()
     num_query_heads = int(text.num_attention_heads)
-    parameter = next(model.parameters())
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    digests = digest()
-    return LoadedModel(
-        name=name,
-        model=model,
-        tokenizer=tokenizer,
-        config=text,
-        dtype=parameter.dtype,
-        tensor_digests=dict(digests.tensors),
-        tied_tensors=_tied_tensors(model),
-        buffers_digest=_digest_buffers(model),
-        tokenizer_digest=digests.tokenizer,
-        chat_template_digest=digests.chat_template,
-        num_layers=int(text.num_hidden_layers),
-        num_query_heads=num_query_heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_query_heads),
-        head_dim=int(
+    embedding = model.get_input_embeddings()
+    return {
+        "config": text,
+        "dtype": next(model.parameters()).dtype,
+        "num_layers": int(text.num_hidden_layers),
+        "num_query_heads": num_query_heads,
+        "num_kv_heads": int(
+            getattr(text, "num_key_value_heads", None) or num_query_heads
+        ),
+        "head_dim": int(
             getattr(text, "head_dim", None) or text.hidden_size // num_query_heads
         ),
-        vocab_size=int(embedding.num_embeddings),
-        embedding_size=int(embedding.embedding_dim),
-        context_length=int(text.max_position_embeddings),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-    )
+        "vocab_size": int(embedding.num_embeddings),
+        "embedding_size": int(embedding.embedding_dim),
+        "context_length": int(text.max_position_embeddings),
+    }
+
+
+@contextlib.contextmanager
+def _refusal_named(model: object, label: str) -> Iterator[None]:
+    """Turn whatever an odd model makes us stumble over into `UnsupportedModel`."""
+    try:
+        yield
+    except (StemKVError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"model {label} ({type(model).__name__}) is not like a decoder of "
+            f"transformers ({type(error).__name__}: {str(error):.200})"
+        ) from error
 
 
 def check_supported(config: Any, name: str) -> None:
