@@ -19,7 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stemkv
-from stemkv.core.identity import (
+from stemkv.core.prefix.identity import (
     FIELD_TAGS,
     PUBLIC,
     SCHEMA_VERSION,

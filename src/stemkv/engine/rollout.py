@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from stemkv.core.scheduler import Scheduler
+from stemkv.core.schedule.scheduler import Scheduler
 
 __all__ = ["InFlight", "Rollouts"]
 
