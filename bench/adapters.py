@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.report import Bar, finish, parser
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model
 from stemkv.engine.linear import linear_places
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.report import Bar, finish, parser
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import Engine, EngineConfig, SamplingParams, load_model
 
 __all__ = ["main"]

@@ -31,11 +31,11 @@ from pathlib import Path
 
 from bench.made_traffic import MADE_TRAFFIC
 from bench.report import Bar, finish, parser, pin_to_one_core
-from stemkv.core.config import CacheConfig
-from stemkv.core.cost import FittedCost
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex
-from stemkv.core.hints import Hints
-from stemkv.core.policies import EVICTIONS, EvictionConfig
+from stemkv.core.books.cost import FittedCost
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
+from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex
 from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.distance import LruCurve, lru_curve

@@ -20,8 +20,8 @@ import torch
 from rich.progress import Progress
 
 from bench.report import Bar, finish, parser
-from stemkv.core.table import BlockCopy, BlockTable
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockCopy, BlockTable
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import LoadedModel, load_model
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import EXACT, Numerics

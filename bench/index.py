@@ -37,7 +37,7 @@ from stemkv.core import (
     SharingPolicy,
     TokenIds,
 )
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.prefix.tokens import TOKEN_BYTES
 
 BLOCK_SIZE = 16
 NUM_PREFIX = 12_000

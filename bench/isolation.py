@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from bench.report import Bar, finish, parser
 from stemkv.cli.worked_example import ExampleRequest, load_requests, shared_messages
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import (
     Completion,
     Engine,

@@ -47,9 +47,9 @@ from bench.scheduling_traffic import (
     users,
     worked,
 )
-from stemkv.core.orders import OrderConfig
-from stemkv.core.request import RequestId
-from stemkv.core.sessions import SessionConfig
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.request import RequestId
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.measure.results import ReplayResult
 from stemkv.measure.scheduling import STRICT
 from stemkv.sim.arrivals import Arrivals, LoadConfig

@@ -17,10 +17,10 @@ import sys
 from dataclasses import dataclass, field
 
 from bench.report import Bar
-from stemkv.core.orders import OrderConfig
-from stemkv.core.request import Request, RequestId
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.request import Request, RequestId
 from stemkv.engine import (
     Engine,
     EngineConfig,

@@ -16,9 +16,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from stemkv.core.cost import RooflineCost
-from stemkv.core.orders import OrderConfig
-from stemkv.core.sessions import SessionConfig
+from stemkv.core.books.cost import RooflineCost
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.formats import read_trace

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from stemkv.core.identity import ComputeIdentity
+from stemkv.core.prefix.identity import ComputeIdentity
 
 __all__ = ["VALUES_BY_TYPE", "field_values", "identities"]
 

@@ -80,6 +80,7 @@ CORE_STDLIB = {
     "hashlib",
     "heapq",
     "itertools",
+    "json",  # canonical text of a config
     "math",
     "operator",
     "struct",
@@ -89,10 +90,21 @@ CORE_STDLIB = {
     "zlib",  # checksums, equal everywhere
 }
 
+# Room of the core → the rooms it may import, itself aside. The rest of the core (its front
+# door and `check`) may import all of them.
+ROOMS: dict[str, set[str]] = {
+    "prefix": set(),
+    "books": {"prefix"},
+    "retention": {"prefix", "books"},
+    "schedule": {"prefix", "books", "retention"},
+}
+
+NOT_YET_IN_ITS_ROOM = {"stemkv.core.prefix.cache"}
+
 _MACHINERY = {"blocks", "cache", "order", "plan", "request", "scheduler"}
 _EVERYTHING = {
     *_MACHINERY,
-    *("account", "config", "cost", "entry", "events", "eviction", "hints", "history"),
+    *("account", "config", "cost", "entry", "events", "policy", "hints", "history"),
     *("identities", "ledger", "lookahead", "policies", "retention", "sharing"),
     *("table", "tokens", "tree"),
 }
@@ -101,31 +113,31 @@ _EVERYTHING = {
 CORE_IGNORANCE: dict[str, set[str]] = {
     "tokens": {"*"},
     "identity": {"*"},
-    "identities": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
-    "sharing": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
+    "identities": {"blocks", "cache", "policy", "order", "request", "scheduler"},
+    "sharing": {"blocks", "cache", "policy", "order", "request", "scheduler"},
     "blocks": {"*"},
     "config": {"*"},
     "cost": {"*"},
-    "entry": {"blocks", "cache", "eviction", "order", "request", "scheduler", "tree"},
-    "account": {"blocks", "cache", "eviction", "order", "request", "scheduler", "tree"},
-    "history": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
+    "entry": {"blocks", "cache", "policy", "order", "request", "scheduler", "tree"},
+    "account": {"blocks", "cache", "policy", "order", "request", "scheduler", "tree"},
+    "history": {"blocks", "cache", "policy", "order", "request", "scheduler"},
     # It is told what happens and decides nothing.
-    "ledger": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
-    "eviction": {"*"},  # policies see opaque ids, times and sizes
+    "ledger": {"blocks", "cache", "policy", "order", "request", "scheduler"},
+    "policy": {"*"},  # policies see opaque ids, times and sizes
     "hints": {"*"},  # what callers say is no business of whoever may share
     # It counts blocks of domains, and knows neither nodes nor who would go.
     "quota": {*_EVERYTHING} - {"identity"},
     # It stands between the cache and its policies: no policy by name, no tokens, no
     # requests, and no books.
     "retention": {*_MACHINERY, "ledger", "tokens", "hints", "policies", "history"},
-    "lookahead": {*_MACHINERY, "eviction", "ledger", "quota", "retention", "table"},
+    "lookahead": {*_MACHINERY, "policy", "ledger", "quota", "retention", "table"},
     "policies": {*_MACHINERY, "quota", "retention", "table", "tree", "tokens"},
-    "tree": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
-    "table": {"blocks", "cache", "eviction", "order", "request", "scheduler"},
-    "request": {"blocks", "cache", "eviction", "order", "scheduler"},
-    "order": {"blocks", "cache", "eviction", "scheduler", "tree"},
+    "tree": {"blocks", "cache", "policy", "order", "request", "scheduler"},
+    "table": {"blocks", "cache", "policy", "order", "request", "scheduler"},
+    "request": {"blocks", "cache", "policy", "order", "scheduler"},
+    "order": {"blocks", "cache", "policy", "scheduler", "tree"},
     "cache": {"order", "plan", "request", "scheduler"},
-    "scheduler": {"blocks", "eviction", "tree"},  # only through `PrefixCache`
+    "scheduler": {"blocks", "policy", "tree"},  # only through `PrefixCache`
 }
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "manager"}
@@ -145,7 +157,7 @@ OTHERS_NAMES = {
 class Module:
     """A source file, parsed."""
 
-    name: str  # "stemkv.core.tree"
+    name: str  # "stemkv.core.prefix.tree"
     path: Path
     tree: ast.Module
 
@@ -156,8 +168,8 @@ class Module:
 
     @property
     def core_part(self) -> str:
-        """Third part of the name of a module of the core."""
-        return (self.name.split(".") + ["", ""])[2]
+        """The noun of the core that a module is about."""
+        return core_part(self.name)
 
 
 @cache
@@ -199,6 +211,18 @@ def at(module: Module, line: int) -> str:
 
 def layer_of(name: str) -> str:
     return (name.split(".") + [""])[1]
+
+
+def room_of(name: str) -> str:
+    """Return "prefix" for "stemkv.core.prefix.tree"; empty outside of all rooms."""
+    part = (name.split(".") + ["", ""])[2]
+    return part if name.startswith("stemkv.core.") and part in ROOMS else ""
+
+
+def core_part(name: str) -> str:
+    """Return "tree" for "stemkv.core.prefix.tree", and "check" for "stemkv.core.check"."""
+    parts = name.split(".") + ["", ""]
+    return (parts + [""])[3] if room_of(name) and parts[3] else parts[2]
 
 
 # Who may import whom
@@ -249,6 +273,18 @@ def test_the_core_imports_only_what_makes_no_decision_irreproducible() -> None:
     assert broken == []
 
 
+def test_rooms_of_the_core_import_only_those_below_them() -> None:
+    broken = [
+        f"{at(module, line)} imports {name}"
+        for module in modules()
+        if (room := room_of(module.name)) and module.name not in NOT_YET_IN_ITS_ROOM
+        for line, name in imports(module)
+        if layer_of(name) == "core" and room_of(name) not in {room, *ROOMS[room]}
+    ]
+
+    assert broken == []
+
+
 def test_parts_of_the_core_know_only_what_they_should() -> None:
     broken = []
     for module in modules():
@@ -256,7 +292,7 @@ def test_parts_of_the_core_know_only_what_they_should() -> None:
             continue
         ignored = CORE_IGNORANCE.get(module.core_part, set())
         for line, name in imports(module):
-            part = (name.split(".") + ["", ""])[2]
+            part = core_part(name)
             if not name.startswith("stemkv.core") or part == module.core_part:
                 continue
             if "*" in ignored or part in ignored:
@@ -271,9 +307,9 @@ def test_a_policy_knows_no_other_but_the_one_it_is_a_case_of() -> None:
     found = {
         (module.name.rpartition(".")[2], name.rpartition(".")[2])
         for module in modules()
-        if module.core_part == "eviction" and module.path.name != "__init__.py"
+        if module.core_part == "policy" and module.path.name != "__init__.py"
         for _, name in imports(module)
-        if name.startswith("stemkv.core.eviction.")
+        if name.startswith("stemkv.core.retention.policy.")
     }
 
     assert {pair for pair in found if pair[1] not in tools} == {("lfu_da", "gdsf")}
@@ -285,7 +321,7 @@ def test_only_retention_asks_a_policy_and_only_the_cache_asks_retention() -> Non
     callers = {
         module.core_part
         for module in modules()
-        if module.layer == "core" and module.core_part != "eviction"
+        if module.layer == "core" and module.core_part != "policy"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Attribute)
         and node.attr in hooks
@@ -295,18 +331,18 @@ def test_only_retention_asks_a_policy_and_only_the_cache_asks_retention() -> Non
     users = {
         module.name
         for module in modules()
-        if "stemkv.core.retention" in {name for _, name in imports(module)}
+        if "stemkv.core.retention.retention" in {name for _, name in imports(module)}
     }
 
     assert callers == {"retention"}
-    assert users == {"stemkv.core.cache", "stemkv.core.check"}
+    assert users == {"stemkv.core.prefix.cache", "stemkv.core.check"}
 
 
 def test_only_cache_and_check_hold_pool_and_tree_together() -> None:
     parts = {
         module.core_part
         for module in modules()
-        if {"stemkv.core.blocks", "stemkv.core.tree"}
+        if {"stemkv.core.prefix.blocks", "stemkv.core.prefix.tree"}
         <= {name for _, name in imports(module)}
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stemkv.core.policies import EVICTIONS
+from stemkv.core.retention.policies import EVICTIONS
 
 from .test_ten_blocks import read_moments, run_moments
 

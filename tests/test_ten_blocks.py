@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from stemkv.core import Domain, PrefixCache, Scheduler, StepPlan, TokenIds
-from stemkv.core.blocks import BlockState
 from stemkv.core.check import check_scheduler
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksPublished,
+from stemkv.core.prefix.blocks import BlockState
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.tree import Node
+from stemkv.core.schedule.events import (
     Event,
     PrefixAwaited,
     RequestAdmitted,
@@ -30,8 +30,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.request import Request
-from stemkv.core.tree import Node
+from stemkv.core.schedule.request import Request
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ten-blocks.md"
 

@@ -28,10 +28,10 @@ from stemkv.audit.identity.evidence import Evidence, gather_evidence
 from stemkv.audit.identity.keys import FIELD_KEYS
 from stemkv.audit.identity.variants import place_adapters
 from stemkv.audit.verdict import AuditReport, Check, Verdict
-from stemkv.core import identity as identity_module
-from stemkv.core.identities import Identities
-from stemkv.core.identity import FIELD_TAGS, Domain
-from stemkv.core.sharing import SharingPolicy
+from stemkv.core.prefix import identity as identity_module
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import FIELD_TAGS, Domain
+from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.engine import Engine, LoadedModel
 from stemkv.errors import BrokenAdapter, ConfigError
 from tests.engine.models import VOCABULARY, build_engine, build_model, tiny

@@ -23,19 +23,20 @@ from stemkv.audit.isolation.timing import Round, judge
 from stemkv.audit.isolation.turns import NOSY, Turns, try_turns
 from stemkv.audit.isolation.worlds import visible_to
 from stemkv.audit.verdict import AuditReport, Verdict
-from stemkv.core.cache import PrefixCache
-from stemkv.core.events import BlocksPublished, RequestAdmitted, RequestForked
-from stemkv.core.eviction import EvictionPolicy, ReuseIndex
-from stemkv.core.identity import PUBLIC, Domain, DomainKind
-from stemkv.core.orders import ORDERS
-from stemkv.core.plan import StepPlan
-from stemkv.core.quota import Quota, QuotaConfig, Quotas
-from stemkv.core.request import Request, RequestId
-from stemkv.core.retention import Retention
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TOKEN_BYTES
-from stemkv.core.waiting import WaitingMatches
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.events import BlocksPublished
+from stemkv.core.prefix.identity import PUBLIC, Domain, DomainKind
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.retention.policy import EvictionPolicy, ReuseIndex
+from stemkv.core.retention.quota import Quota, QuotaConfig, Quotas
+from stemkv.core.retention.retention import Retention
+from stemkv.core.schedule.events import RequestAdmitted, RequestForked
+from stemkv.core.schedule.orders import ORDERS
+from stemkv.core.schedule.plan import StepPlan
+from stemkv.core.schedule.request import Request, RequestId
+from stemkv.core.schedule.scheduler import Scheduler
+from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.engine import Engine, LoadedModel
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import ConfigError

@@ -17,7 +17,7 @@ from bench.isolation import (
     settings_for,
 )
 from stemkv.cli.worked_example import ExampleRequest
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import LoadedModel
 from stemkv.measure.steps import StepRecord
 from tests.engine.models import VOCABULARY, build_engine, tiny_once

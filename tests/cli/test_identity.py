@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from stemkv.cli.identity import IdentityOptions, run_identity
-from stemkv.core.identity import FIELD_TAGS, SCHEMA_VERSION
+from stemkv.core.prefix.identity import FIELD_TAGS, SCHEMA_VERSION
 from stemkv.engine import Engine, EngineConfig, load_model
 from stemkv.engine.adapter import read_adapter
 from stemkv.errors import ConfigError, ModelNotFound

@@ -9,8 +9,8 @@ import pytest
 
 from stemkv.cli.memory import MemorySettings
 from stemkv.cli.settings import read_settings
-from stemkv.core.cost import FittedCost
-from stemkv.core.policies import EvictionConfig
+from stemkv.core.books.cost import FittedCost
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import EngineConfig
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 from stemkv.cli.deployment import DeploymentOptions, deploy
 from stemkv.cli.thresholds import NUMBERS, Judgement, judge, parse_thresholds
 from stemkv.cli.traces import parse_map
-from stemkv.core.cost import FittedCost
+from stemkv.core.books.cost import FittedCost
 from stemkv.errors import ConfigError
 from stemkv.sim.fit import write_cost
 from tests.cli.traces import (

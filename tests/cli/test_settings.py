@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stemkv.cli.settings import PublicPrefix, Settings, read_settings
-from stemkv.core.identity import Domain
-from stemkv.core.sharing import Sharing, SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text(encoding="utf-8")

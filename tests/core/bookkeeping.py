@@ -16,22 +16,22 @@ from itertools import pairwise
 from typing import Any
 
 from stemkv.core import Domain, Request, RequestId
-from stemkv.core.account import Account
-from stemkv.core.blocks import BlockState
-from stemkv.core.cache import PrefixCache
-from stemkv.core.entry import LedgerEntry, Miss, MissReason
-from stemkv.core.events import (
-    BlocksEvicted,
+from stemkv.core.books.account import Account
+from stemkv.core.books.entry import LedgerEntry, Miss, MissReason
+from stemkv.core.books.ledger import PUBLIC_ACCOUNT, Ledger
+from stemkv.core.prefix.blocks import BlockState
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.events import BlocksEvicted
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.schedule.events import (
     RequestAborted,
     RequestAdmitted,
     RequestFinished,
     RequestRestarted,
 )
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.identity import PUBLIC
-from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.schedule.scheduler import Scheduler
 from tests.core.scheduling import OWN, Driver, Model, build_spec, namespace_of, of_type
 from tests.sim.depth_cost import DepthCost
 

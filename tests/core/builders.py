@@ -16,13 +16,13 @@ from hashlib import sha256
 from types import FrameType
 from typing import Any
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import EvictionPolicy, Lru
-from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TOKEN_BYTES, Span, TokenIds
-from stemkv.core.tree import Node
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TOKEN_BYTES, Span, TokenIds
+from stemkv.core.prefix.tree import Node
+from stemkv.core.retention.policy import EvictionPolicy, Lru
 from tests.core.picture import picture
 
 NAMESPACE = b"n" * 32

@@ -39,9 +39,11 @@ from stemkv.core import (
     StepResult,
     TokenIds,
 )
-from stemkv.core.blocks import BlockState
 from stemkv.core.check import check_scheduler
-from stemkv.core.events import (
+from stemkv.core.prefix.blocks import BlockState
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.tokens import TOKEN_BYTES, Span
+from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -50,9 +52,7 @@ from stemkv.core.events import (
     RequestRestarted,
     TokenSampled,
 )
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.request import RequestState, TokenCounts, child_id
-from stemkv.core.tokens import TOKEN_BYTES, Span
+from stemkv.core.schedule.request import RequestState, TokenCounts, child_id
 
 __all__ = [
     "BASE",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemkv.core.blocks import BlockPool, BlockState
 from stemkv.core.check import check_pool
+from stemkv.core.prefix.blocks import BlockPool, BlockState
 from stemkv.errors import DoubleRelease, InvariantError
 from tests.core.builders import count_calls
 

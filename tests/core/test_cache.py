@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from stemkv.core.blocks import BlockState
-from stemkv.core.cache import Peek, PrefixCache
 from stemkv.core.check import check_cache
-from stemkv.core.config import CacheConfig
-from stemkv.core.events import BlocksEvicted, BlocksPublished
-from stemkv.core.eviction import Lru
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.blocks import BlockState
+from stemkv.core.prefix.cache import Peek, PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policy import Lru
 from stemkv.errors import ConfigError, DoubleRelease, InvariantError, PromptTooLong
 from tests.core.builders import (
     ALICE,

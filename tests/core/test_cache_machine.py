@@ -30,13 +30,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stemkv.core.blocks import BlockState
-from stemkv.core.cache import Peek
 from stemkv.core.check import check_cache
-from stemkv.core.events import BlocksEvicted, BlocksPublished
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.table import BlockCopy, Lease
-from stemkv.core.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.blocks import BlockState
+from stemkv.core.prefix.cache import Peek
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import BlockCopy, Lease
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
 from stemkv.errors import DoubleRelease, PromptTooLong
 from tests.core.builders import (
     ALICE,

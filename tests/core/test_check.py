@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from stemkv.core.blocks import BlockPool
-from stemkv.core.cache import PrefixCache
 from stemkv.core.check import check_cache, check_pool, check_scheduler, check_tree
-from stemkv.core.config import SchedulerConfig
-from stemkv.core.identity import PUBLIC
-from stemkv.core.order import Fcfs
-from stemkv.core.plan import Sample, StepResult
-from stemkv.core.request import Request, RequestId, RequestSpec, RequestState
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TokenIds
-from stemkv.core.tree import Node, PrefixTree
+from stemkv.core.prefix.blocks import BlockPool
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.prefix.tree import Node, PrefixTree
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.order import Fcfs
+from stemkv.core.schedule.plan import Sample, StepResult
+from stemkv.core.schedule.request import Request, RequestId, RequestSpec, RequestState
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import InvariantError
 from tests.core.builders import (
     ALICE,

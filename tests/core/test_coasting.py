@@ -27,8 +27,12 @@ from stemkv.core import (
     TokenIds,
 )
 from stemkv.core.check import check_scheduler
-from stemkv.core.events import (
-    BlocksPublished,
+from stemkv.core.prefix.events import BlocksPublished
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
+from stemkv.core.retention.policy import ReuseIndex
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -36,11 +40,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.eviction import ReuseIndex
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.order import Fair, Order
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
+from stemkv.core.schedule.order import Fair, Order
 from stemkv.errors import InvariantError, PromptTooLong
 from tests.core.scheduling import FCFS
 

@@ -29,15 +29,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import stemkv.core.tree as tree_module
-from stemkv.core.cache import PrefixCache
+import stemkv.core.prefix.tree as tree_module
 from stemkv.core.check import check_cache
-from stemkv.core.events import BlocksPublished
-from stemkv.core.identities import Identities
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.table import Lease
-from stemkv.core.tokens import MIN_SPAN_TOKENS
-from stemkv.core.tree import Node
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.events import BlocksPublished
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS
+from stemkv.core.prefix.tree import Node
 from tests.core.builders import (
     ALICE,
     BOB,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemkv.core.cost import CostModel, FittedCost, RooflineCost, StepShape
+from stemkv.core.books.cost import CostModel, FittedCost, RooflineCost, StepShape
 from stemkv.errors import ConfigError
 
 # A dense model of 8 billion parameters in bfloat16 on a device of round numbers.

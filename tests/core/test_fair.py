@@ -23,10 +23,10 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core import Domain, Request, RequestId, TokenIds
-from stemkv.core.order import Fair
-from stemkv.core.order.base import Pick
-from stemkv.core.order.keys import work_left
-from stemkv.core.request import RequestState
+from stemkv.core.schedule.order import Fair
+from stemkv.core.schedule.order.base import Pick
+from stemkv.core.schedule.order.keys import work_left
+from stemkv.core.schedule.request import RequestState
 from tests.core.scheduling import build_spec
 
 TENANTS = ("a", "b", "c")

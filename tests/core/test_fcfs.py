@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemkv.core import Fcfs, Request
-from stemkv.core.request import RequestState
+from stemkv.core.schedule.request import RequestState
 from tests.core.scheduling import build_spec
 
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.cache import PrefixCache
 from stemkv.core.check import check_cache
-from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import Lru, ReuseIndex
-from stemkv.core.hints import NO_HINTS, HintDigits, Hints
-from stemkv.core.identity import Domain
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.hints import HintDigits
+from stemkv.core.retention.policy import Lru, ReuseIndex
 from stemkv.errors import RequestError
 from tests.core.builders import ALICE, BOB, NAMESPACE, tokens
 

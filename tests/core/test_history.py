@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.history import History, Past, PastRun
-from stemkv.core.identity import PUBLIC, Domain
+from stemkv.core.books.history import History, Past, PastRun
+from stemkv.core.prefix.identity import PUBLIC, Domain
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, tokens
 
 NAMESPACES = (NAMESPACE, OTHER_NAMESPACE, b"a" * 32)

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import stemkv.core.identities as identities_module
-from stemkv.core.identities import Identities, LoadedAdapter
-from stemkv.core.identity import UNKNOWN, ComputeIdentity, Unknown
+import stemkv.core.prefix.identities as identities_module
+from stemkv.core.prefix.identities import Identities, LoadedAdapter
+from stemkv.core.prefix.identity import UNKNOWN, ComputeIdentity, Unknown
 from stemkv.errors import ConfigError, InvariantError, UnknownAdapter
 from tests.core.builders import build_identity, count_calls
 

@@ -29,11 +29,11 @@ from stemkv.core import (
     SchedulerConfig,
     TokenIds,
 )
-from stemkv.core.cache import DomainUsage
 from stemkv.core.check import check_cache, check_scheduler
-from stemkv.core.events import BlocksEvicted, BlocksPublished, BlocksRetired
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.prefix.cache import DomainUsage
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished, BlocksRetired
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.errors import RequestError
 from tests.core.builders import (
     ALICE,

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemkv.core import Domain, Sample, StepResult, TokenIds
-from stemkv.core.account import PrefixAccount
-from stemkv.core.entry import MissReason, Regret
-from stemkv.core.events import BlocksRefused, RequestForked, RequestPreempted
-from stemkv.core.hints import Hints
-from stemkv.core.ledger import PUBLIC_ACCOUNT, Ledger
-from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
+from stemkv.core.books.account import PrefixAccount
+from stemkv.core.books.entry import MissReason, Regret
+from stemkv.core.books.ledger import PUBLIC_ACCOUNT, Ledger
+from stemkv.core.prefix.events import BlocksRefused
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, Span
+from stemkv.core.schedule.events import RequestForked, RequestPreempted
 from stemkv.errors import InvariantError
 from tests.core.bookkeeping import BookedDriver, spans
 from tests.core.builders import build_identity

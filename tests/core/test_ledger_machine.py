@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from stemkv.core import Domain, FinishReason
-from stemkv.core.entry import LedgerEntry, MissReason
-from stemkv.core.events import RequestPreempted, RequestRestarted
-from stemkv.core.hints import Hints
-from stemkv.core.identity import PUBLIC
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.books.entry import LedgerEntry, MissReason
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.schedule.events import RequestPreempted, RequestRestarted
 from stemkv.errors import PromptTooLong
 from tests.core.bookkeeping import BookedDriver, spans
 from tests.core.scheduling import of_type

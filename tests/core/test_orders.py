@@ -36,14 +36,14 @@ from stemkv.core import (
     StepResult,
     TokenIds,
 )
+from stemkv.core.books.cost import StepShape
+from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
-from stemkv.core.cost import StepShape
-from stemkv.core.order.keys import by_cached
-from stemkv.core.order.queue import RequestQueue
-from stemkv.core.order.ranking import Ranking, request_of
-from stemkv.core.orders import ORDERS
-from stemkv.core.request import RequestState
-from stemkv.core.waits import WaitReason
+from stemkv.core.schedule.order.keys import by_cached
+from stemkv.core.schedule.order.queue import RequestQueue
+from stemkv.core.schedule.order.ranking import Ranking, request_of
+from stemkv.core.schedule.orders import ORDERS
+from stemkv.core.schedule.request import RequestState
 from stemkv.errors import ConfigError
 from stemkv.measure.scheduling import TenantGap
 from tests.core.scheduling import COSTS, NAMESPACE, Driver, build_spec

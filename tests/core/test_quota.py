@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemkv.core.cache import PrefixCache
 from stemkv.core.check import check_cache, check_quotas
-from stemkv.core.config import CacheConfig
-from stemkv.core.events import BlocksEvicted
-from stemkv.core.eviction import Lru
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.quota import Quota, QuotaConfig, Quotas
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import BlocksEvicted
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policy import Lru
+from stemkv.core.retention.quota import Quota, QuotaConfig, Quotas
 from stemkv.errors import ConfigError, InvariantError, PromptTooLong
 from tests.core.builders import (
     ALICE,

@@ -28,15 +28,15 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core.check import check_cache
-from stemkv.core.config import CacheConfig
-from stemkv.core.hints import Hints
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.lookahead import Waiting
-from stemkv.core.policies import EVICTIONS, EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.table import Lease
-from stemkv.core.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
-from stemkv.core.tree import PrefixTree
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tree import PrefixTree
+from stemkv.core.retention.lookahead import Waiting
+from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
+from stemkv.core.retention.quota import Quota, QuotaConfig
 from stemkv.errors import ConfigError, PromptTooLong
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE
 from tests.core.picture import picture

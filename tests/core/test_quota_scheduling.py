@@ -28,19 +28,18 @@ from stemkv.core import (
     StepResult,
     TokenIds,
 )
-from stemkv.core.entry import MissReason
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksRefused,
+from stemkv.core.books.entry import MissReason
+from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.table import Lease
+from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.schedule.events import (
     RequestAborted,
     RequestFinished,
     RequestPreempted,
 )
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.policies import EVICTIONS, EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.request import RequestState
-from stemkv.core.table import Lease
+from stemkv.core.schedule.request import RequestState
 from stemkv.errors import ConfigError, PromptTooLong
 from tests.core.bookkeeping import BookedDriver
 from tests.core.scheduling import NAMESPACE, Model, namespace_of, of_type, tokens

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemkv.core import PUBLIC, Request, RequestId
-from stemkv.core.request import RequestState, TokenCounts, child_id
+from stemkv.core.schedule.request import RequestState, TokenCounts, child_id
 from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
 from tests.core.scheduling import build_spec, tokens
 

@@ -16,18 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.cache import PrefixCache
 from stemkv.core.check import check_cache, check_retention
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.events import BlocksEvicted, BlocksRefused
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.lookahead import Waiting
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.retention import Retention
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.lookahead import Waiting
+from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.errors import ConfigError, InvariantError
 from tests.core.builders import (
     ALICE,
@@ -1162,7 +1163,7 @@ def test_marks_and_policies_forget_what_is_gone(policy: str, quotas: bool) -> No
 def test_every_process_lets_the_same_blocks_go() -> None:
     program = (
         "from hashlib import sha256\n"
-        "from stemkv.core.eviction import ReuseIndex\n"
+        "from stemkv.core.retention.policy import ReuseIndex\n"
         "from tests.core.builders import resident\n"
         "from tests.core.test_retention import walk_all\n"
         "cache = walk_all(lambda: ReuseIndex(16), True)\n"

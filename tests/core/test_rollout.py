@@ -15,9 +15,8 @@ import pytest
 
 from stemkv.core import FinishReason, RequestId
 from stemkv.core.check import check_cache, check_scheduler, check_tree
-from stemkv.core.events import (
-    BlocksPublished,
-    BlocksRetired,
+from stemkv.core.prefix.events import BlocksPublished, BlocksRetired
+from stemkv.core.schedule.events import (
     PrefixAwaited,
     RequestAborted,
     RequestAdmitted,
@@ -27,7 +26,7 @@ from stemkv.core.events import (
     RequestRestarted,
     TokenSampled,
 )
-from stemkv.core.request import RequestState, TokenCounts
+from stemkv.core.schedule.request import RequestState, TokenCounts
 from stemkv.errors import DuplicateRequest, InvariantError
 from tests.core.builders import build_cache, hold, serve, snapshot
 from tests.core.scheduling import (

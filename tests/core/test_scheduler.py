@@ -25,9 +25,8 @@ from stemkv.core import (
     StepResult,
 )
 from stemkv.core.check import check_scheduler
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksPublished,
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.schedule.events import (
     Event,
     PrefixAwaited,
     RequestAborted,
@@ -37,7 +36,7 @@ from stemkv.core.events import (
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.request import RequestState, TokenCounts
+from stemkv.core.schedule.request import RequestState, TokenCounts
 from stemkv.errors import (
     DuplicateRequest,
     EmptyPrompt,

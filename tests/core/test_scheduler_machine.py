@@ -22,16 +22,15 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core import FinishReason, OrderConfig
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksRetired,
+from stemkv.core.prefix.events import BlocksEvicted, BlocksRetired
+from stemkv.core.schedule.events import (
     PrefixAwaited,
     RequestAdmitted,
     RequestForked,
     RequestPreempted,
     RequestRestarted,
 )
-from stemkv.core.request import RequestState
+from stemkv.core.schedule.request import RequestState
 from stemkv.errors import (
     DuplicateRequest,
     InvalidLimit,

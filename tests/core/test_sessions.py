@@ -23,9 +23,9 @@ from stemkv.core import (
     StepResult,
     TokenIds,
 )
+from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
-from stemkv.core.sessions import SessionConfig
-from stemkv.core.waits import WaitReason
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import ConfigError
 from tests.core.scheduling import NAMESPACE
 

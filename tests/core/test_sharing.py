@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
 from stemkv.errors import ConfigError, RequestError
 
 POLICY = SharingPolicy(

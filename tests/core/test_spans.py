@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemkv.core import PrefixCache, TokenIds
-from stemkv.core.cache import Peek
 from stemkv.core.check import check_cache
-from stemkv.core.table import Lease
-from stemkv.core.tokens import (
+from stemkv.core.prefix.cache import Peek
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import (
     MIN_SPAN_TOKENS,
     TOKEN_BYTES,
     Span,
@@ -81,7 +81,7 @@ def test_the_golden_span_has_not_moved() -> None:
 @pytest.mark.parametrize("hash_seed", ["0", "1", "424242", "random"])
 def test_every_process_gives_the_same_ids(hash_seed: str) -> None:
     program = (
-        "from stemkv.core.tokens import Span, TokenIds\n"
+        "from stemkv.core.prefix.tokens import Span, TokenIds\n"
         "span = Span(digest=bytes(range(32)), num_tokens=12)\n"
         "print(TokenIds.from_parts([span]).buffer.hex())"
     )

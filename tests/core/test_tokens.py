@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stemkv.core.tokens as token_module
-from stemkv.core.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
+import stemkv.core.prefix.tokens as token_module
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
 from stemkv.errors import TokenOutOfRange
 from tests.core.builders import count_calls
 

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core.check import check_tree
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.tokens import TOKEN_BYTES
-from stemkv.core.tree import Match, Node, PrefixTree
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.prefix.tree import Match, Node, PrefixTree
 from stemkv.errors import InvariantError
 from tests.core.builders import (
     ALICE,

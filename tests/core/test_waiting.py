@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core import CacheConfig, Domain, Lease, Lru, PrefixCache, RequestId
-from stemkv.core.tokens import TOKEN_BYTES
-from stemkv.core.waiting import WaitingMatches
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.errors import InvariantError
 from tests.core.scheduling import NAMESPACE, tokens
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.entry import DropReason
-from stemkv.core.identity import PUBLIC
-from stemkv.core.lookahead import Waiting
-from stemkv.core.tokens import TOKEN_BYTES
-from stemkv.core.tree import Node
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.events import DropReason
+from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.prefix.tree import Node
+from stemkv.core.retention.lookahead import Waiting
 
 __all__ = ["WatchedCache"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from stemkv.core import TokenIds
+from stemkv.core.books.cost import FittedCost
 from stemkv.core.check import check_scheduler
-from stemkv.core.cost import FittedCost
-from stemkv.core.hints import Hints
-from stemkv.core.policies import EVICTIONS, EvictionConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.engine.recorder import StepRecorder

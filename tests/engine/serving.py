@@ -16,9 +16,9 @@ import torch
 
 from stemkv.core import FinishReason, TokenIds
 from stemkv.core.check import check_scheduler
-from stemkv.core.request import child_id
-from stemkv.core.table import BlockTable
-from stemkv.core.tree import Node
+from stemkv.core.prefix.table import BlockTable
+from stemkv.core.prefix.tree import Node
+from stemkv.core.schedule.request import child_id
 from stemkv.engine import Completion, Engine, LoadedModel, SamplingParams
 from stemkv.engine.probe import Probe, ProbeSequence
 from tests.engine.models import VOCABULARY, build_engine, build_runner, tokens

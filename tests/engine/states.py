@@ -17,8 +17,8 @@ import torch
 
 from stemkv.core import TokenIds
 from stemkv.core.check import check_scheduler
-from stemkv.core.events import Event
-from stemkv.core.request import Request, RequestId, RequestState, child_id
+from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.request import Request, RequestId, RequestState, child_id
 from stemkv.engine import (
     Completion,
     EmbeddedPrompt,

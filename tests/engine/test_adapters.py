@@ -23,9 +23,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from stemkv.core import FinishReason, TokenIds
-from stemkv.core.plan import Chunk
-from stemkv.core.request import RequestId
-from stemkv.core.table import BlockTable
+from stemkv.core.prefix.table import BlockTable
+from stemkv.core.schedule.plan import Chunk
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine import InFlight, LoadedModel, SamplingParams, wrap_model
 from stemkv.engine.load import default_cache_dir
 from stemkv.engine.probe import Probe, ProbeSequence

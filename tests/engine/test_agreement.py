@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stemkv.core import OrderConfig, TokenIds
-from stemkv.core.orders import ORDERS
+from stemkv.core.schedule.orders import ORDERS
 from stemkv.engine import LoadedModel, SamplingParams
 from tests.engine.lives import SECONDS
 from tests.engine.models import (

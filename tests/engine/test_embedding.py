@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from stemkv.core import FinishReason, TokenIds
-from stemkv.core.identity import Domain
-from stemkv.core.tokens import MIN_SPAN_TOKENS, Span
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, Span
 from stemkv.engine import (
     EmbeddedPrompt,
     Engine,

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stemkv.core import FinishReason, OrderConfig, TokenIds
-from stemkv.core.request import RequestState, TokenCounts
+from stemkv.core.schedule.request import RequestState, TokenCounts
 from stemkv.engine import Completion, Engine, EngineConfig, SamplingParams, wrap_model
 from stemkv.errors import (
     ConfigError,

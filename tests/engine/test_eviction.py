@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.hints import Hints
-from stemkv.core.identity import Domain
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota
-from stemkv.core.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.quota import Quota
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.engine import Engine, EngineConfig, InFlight, LoadedModel, SamplingParams
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.errors import ConfigError, RequestError

@@ -27,7 +27,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from stemkv.core.table import BlockCopy, BlockTable
+from stemkv.core.prefix.table import BlockCopy, BlockTable
 from stemkv.engine import LoadedModel, linear, wrap_model
 from stemkv.engine.numerics import EXACT, TOLERANT, Numerics
 from stemkv.engine.probe import Probe, ProbeSequence

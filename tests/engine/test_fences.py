@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from stemkv.core import Sharing, SharingPolicy, TokenIds
-from stemkv.core.events import Event
-from stemkv.core.request import FinishReason
+from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.request import FinishReason
 from stemkv.engine import Engine, InFlight, SamplingParams, wrap_model
 from stemkv.engine.adapter import read_adapter
 from stemkv.errors import BrokenAdapter, ConfigError, InvariantError, ModelError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from stemkv.core.identity import Domain
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import Engine, SamplingParams
 from stemkv.errors import ConfigError, InvalidLimit, InvariantError, RequestError
 from tests.engine.models import build_engine, tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stemkv.core import FinishReason
-from stemkv.core.table import BlockCopy
+from stemkv.core.prefix.table import BlockCopy
 from stemkv.engine import Engine, SamplingParams
 from stemkv.engine.kv import KvMemory
 from tests.engine.models import (

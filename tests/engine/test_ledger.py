@@ -6,8 +6,8 @@ from time import monotonic
 
 import pytest
 
-from stemkv.core.cost import FittedCost
-from stemkv.core.entry import LedgerEntry, MissReason
+from stemkv.core.books.cost import FittedCost
+from stemkv.core.books.entry import LedgerEntry, MissReason
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.errors import ConfigError
 from tests.engine.models import kv_bytes, random_ids, tiny, tokens

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stemkv.core import TokenIds
-from stemkv.core.events import RequestAdmitted
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.request import RequestId
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.schedule.events import RequestAdmitted
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recheck import (
     RecheckCounts,

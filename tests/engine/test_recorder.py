@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stemkv.core import OrderConfig, PrefixCache, Scheduler
-from stemkv.core.policies import EvictionConfig
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recorder import StepRecorder
 from stemkv.errors import ConfigError, PromptTooLong

@@ -27,9 +27,10 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core import FinishReason
-from stemkv.core.events import BlocksPublished, RequestAdmitted, RequestRestarted
-from stemkv.core.identity import Domain
-from stemkv.core.request import RequestId, child_id
+from stemkv.core.prefix.events import BlocksPublished
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.schedule.events import RequestAdmitted, RequestRestarted
+from stemkv.core.schedule.request import RequestId, child_id
 from stemkv.engine import Engine, InFlight
 from stemkv.errors import (
     BrokenAdapter,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.service import Served, Service, ShareOfWork
+from stemkv.core.books.share import ShareOfWork
+from stemkv.core.schedule.service import Served, Service
 from stemkv.errors import InvariantError
 from stemkv.measure.opportunity import opportunity_of
 from stemkv.measure.results import RequestResult

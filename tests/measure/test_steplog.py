@@ -12,21 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import FittedCost
-from stemkv.core.eviction import Lru
-from stemkv.core.hints import Hints
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.order import Fcfs
-from stemkv.core.orders import OrderConfig
-from stemkv.core.plan import Sample, StepResult
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.request import FinishReason, RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import Span, TokenIds, end_outside_span
+from stemkv.core.books.cost import FittedCost
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import Span, TokenIds, end_outside_span
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.policy import Lru
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.order import Fcfs
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.plan import Sample, StepResult
+from stemkv.core.schedule.request import FinishReason, RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import StemKVError, StepLogError
 from stemkv.measure import steplog
 from stemkv.measure.steplog import (

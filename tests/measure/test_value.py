@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemkv.core.cost import RooflineCost
+from stemkv.core.books.cost import RooflineCost
 from stemkv.measure.results import GIB, ReplayResult
 from stemkv.measure.value import BreakEven, ValueRun, value_run
 from stemkv.sim.arrivals import LoadConfig

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from stemkv.core.entry import MissReason
+from stemkv.core.books.entry import MissReason
 from stemkv.measure.gap import with_gaps
 from stemkv.measure.results import (
     GIB,

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from stemkv.core.entry import MissReason
-from stemkv.core.waits import WaitReason
+from stemkv.core.books.entry import MissReason
+from stemkv.core.books.waits import WaitReason
 from stemkv.errors import InvariantError
 from stemkv.report.parquet import SCHEMA_NAME, facts_of, write_requests
 from stemkv.report.perfetto import trace_events

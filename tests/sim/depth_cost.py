@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stemkv.core.cost import StepShape
+from stemkv.core.books.cost import StepShape
 
 __all__ = ["DepthCost"]
 

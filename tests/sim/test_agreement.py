@@ -31,14 +31,14 @@ from stemkv.core import (
     StepResult,
     TokenIds,
 )
-from stemkv.core.cost import FittedCost, StepShape
-from stemkv.core.events import PrefixAwaited, TokenSampled
-from stemkv.core.hints import Hints
-from stemkv.core.orders import ORDERS
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.request import RequestId
-from stemkv.core.retention import Retention
+from stemkv.core.books.cost import FittedCost, StepShape
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
+from stemkv.core.schedule.events import PrefixAwaited, TokenSampled
+from stemkv.core.schedule.orders import ORDERS
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine import Engine, InFlight, SamplingParams
 from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.recorder import StepRecorder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stemkv.core.cost import StepShape
+from stemkv.core.books.cost import StepShape
 from stemkv.errors import ConfigError
 from stemkv.sim.catalogue import DEVICES, MODELS, device_named, model_named
 from stemkv.sim.model_shape import shape_of

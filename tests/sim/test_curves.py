@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.cost import RooflineCost
+from stemkv.core.books.cost import RooflineCost
 from stemkv.errors import ConfigError
 from stemkv.measure.results import CapacityCurve
 from stemkv.sim.bounds import infinite

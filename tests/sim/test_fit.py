@@ -14,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import FittedCost, StepShape
-from stemkv.core.identity import Domain
-from stemkv.core.plan import Sample
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import FittedCost, StepShape
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.plan import Sample
+from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError, StepLogError
 from stemkv.measure.steplog import (
     Added,

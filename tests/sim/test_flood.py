@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 
 from stemkv.core import OrderConfig
-from stemkv.core.cost import RooflineCost
-from stemkv.core.policies import EVICTIONS
+from stemkv.core.books.cost import RooflineCost
+from stemkv.core.retention.policies import EVICTIONS
 from stemkv.errors import ConfigError
 from stemkv.measure.flood import FloodedTenant, FloodResult
 from stemkv.measure.results import GIB

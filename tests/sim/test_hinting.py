@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from stemkv.core.hints import NO_HINTS, Hints
+from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.errors import ConfigError
 from stemkv.sim.hinting import HINTS, HintRule
 from stemkv.sim.reuse import find_reuses

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from stemkv.core.identity import Domain
-from stemkv.core.quota import Quota
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.retention.quota import Quota
 from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB
 from stemkv.sim.quotas import MemoryQuota, TenantQuotas

@@ -29,17 +29,16 @@ from stemkv.core import (
     StepPlan,
     StepResult,
 )
+from stemkv.core.books.cost import FittedCost, StepShape
 from stemkv.core.check import check_scheduler
-from stemkv.core.cost import FittedCost, StepShape
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksRefused,
+from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.schedule.events import (
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.orders import ORDERS
+from stemkv.core.schedule.orders import ORDERS
 from stemkv.errors import ConfigError, InvariantError, PromptTooLong
 from stemkv.measure.latency import summarize
 from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from stemkv.core import CacheConfig, Domain, Fcfs, Lru, SchedulerConfig
-from stemkv.core.cost import StepShape
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import StepShape
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import InvariantError, PromptTooLong
 from stemkv.measure.results import MemorySample
 from stemkv.sim.replica import Replica, join_samples

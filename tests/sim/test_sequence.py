@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction import Lru, ReuseIndex
+from stemkv.core.retention.policy import Lru, ReuseIndex
 from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
 from stemkv.sim.bounds import clairvoyant, infinite

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.identity import Domain
+from stemkv.core.prefix.identity import Domain
 from stemkv.errors import ConfigError
 from stemkv.sim.sharing import SHARING_RULES, SharingRule
 from tests.sim.small_traces import Drawn, paths, random_traces, rules, trace

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction import EvictionPolicy, Lru
+from stemkv.core.retention.policy import EvictionPolicy, Lru
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.stopwatch import Stopwatch

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import SweepCell
 from stemkv.sim.bounds import clairvoyant

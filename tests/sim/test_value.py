@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from stemkv.core.cost import RooflineCost
+from stemkv.core.books.cost import RooflineCost
 from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB, to_json
 from stemkv.measure.value import ValueResult, ValueRun, value_run

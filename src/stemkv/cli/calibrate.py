@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from stemkv.cli.outputs import replaced, write_text
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.energy import EnergyMeter, open_meter
 from stemkv.engine.recorder import StepRecorder

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from stemkv.cli.outputs import write_text
 from stemkv.cli.worked_example import ExampleRequest, load_requests, shared_messages
-from stemkv.core.cache import CacheUsage
-from stemkv.core.request import RequestId
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import CacheUsage
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.errors import ConfigError
 from stemkv.measure.steps import prefill_seconds

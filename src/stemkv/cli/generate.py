@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from stemkv.cli.outputs import write_text
 from stemkv.cli.settings import PublicPrefix, Settings
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.errors import ConfigError
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stemkv.cli.outputs import STDOUT, write_text
-from stemkv.core.identity import FIELD_TAGS, SCHEMA_VERSION
+from stemkv.core.prefix.identity import FIELD_TAGS, SCHEMA_VERSION
 from stemkv.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from stemkv.core.identity import ComputeIdentity
+    from stemkv.core.prefix.identity import ComputeIdentity
 
 __all__ = ["IdentityOptions", "run_identity"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stemkv.cli.documents import check_keys, checked, found_in, joined, type_name
-from stemkv.core.cost import CostModel
-from stemkv.core.policies import EvictionConfig
+from stemkv.core.books.cost import CostModel
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import EngineConfig, MemoryQuota, MemoryQuotas
 from stemkv.errors import ConfigError
 

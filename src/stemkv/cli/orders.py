@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemkv.core.orders import OrderConfig
-from stemkv.core.sessions import SessionConfig
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.trace import Trace
 

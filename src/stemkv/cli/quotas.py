@@ -28,7 +28,7 @@ from stemkv.cli.documents import (
     read_text,
     type_name,
 )
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.pricing import parse_memory

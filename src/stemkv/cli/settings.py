@@ -23,8 +23,8 @@ from stemkv.cli.documents import (
     type_name,
 )
 from stemkv.cli.memory import MemorySettings, read_memory
-from stemkv.core.sharing import Sharing, SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.errors import ConfigError, TokenOutOfRange
 
 __all__ = ["PublicPrefix", "Settings", "read_settings"]

@@ -410,7 +410,7 @@ def sweep(
         from stemkv.cli.replay import Outputs
         from stemkv.cli.sweep import SweepOptions, listed, numbers_listed, run_sweep
         from stemkv.cli.traces import TraceOptions
-        from stemkv.core.orders import ORDERS
+        from stemkv.core.schedule.orders import ORDERS
         from stemkv.sim.arrivals import LoadConfig
         from stemkv.sim.config import ReplayConfig
         from stemkv.sim.hinting import HintRule

@@ -4,25 +4,26 @@ Standard library only. Time is an argument, chance is passed in, I/O is somebody
 else's: a driver with tensors and one with a cost model can share these decisions.
 """
 
-from stemkv.core.cache import CacheUsage, Peek, PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import CostModel, FittedCost, RooflineCost
-from stemkv.core.entry import LedgerEntry, MissReason
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex
-from stemkv.core.hints import Hints
-from stemkv.core.identities import Identities
-from stemkv.core.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
-from stemkv.core.ledger import Ledger
-from stemkv.core.order import Fair, Fcfs, Order
-from stemkv.core.orders import OrderConfig
-from stemkv.core.plan import Chunk, Sample, StepPlan, StepResult
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.sharing import Sharing, SharingPolicy
-from stemkv.core.table import BlockCopy, BlockTable, Lease
-from stemkv.core.tokens import Span, TokenIds
+from stemkv.core.books.cost import CostModel, FittedCost, RooflineCost
+from stemkv.core.books.entry import LedgerEntry, MissReason
+from stemkv.core.books.ledger import Ledger
+from stemkv.core.prefix.cache import CacheUsage, Peek, PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.table import BlockCopy, BlockTable, Lease
+from stemkv.core.prefix.tokens import Span, TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.order import Fair, Fcfs, Order
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.plan import Chunk, Sample, StepPlan, StepResult
+from stemkv.core.schedule.request import FinishReason, Request, RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
 
 __all__ = [
     "PUBLIC",

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from stemkv.core.blocks import BlockPool, BlockState
-from stemkv.core.cache import PrefixCache
-from stemkv.core.identity import PUBLIC, Domain
-from stemkv.core.quota import Quotas
-from stemkv.core.request import Request, RequestState
-from stemkv.core.retention import Retention
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TOKEN_BYTES
-from stemkv.core.tree import Node, PrefixTree
+from stemkv.core.prefix.blocks import BlockPool, BlockState
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.prefix.tree import Node, PrefixTree
+from stemkv.core.retention.quota import Quotas
+from stemkv.core.retention.retention import Retention
+from stemkv.core.schedule.request import Request, RequestState
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import InvariantError
 
 __all__ = [

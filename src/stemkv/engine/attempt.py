@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stemkv.core.plan import StepPlan
-from stemkv.core.request import RequestId
+from stemkv.core.schedule.plan import StepPlan
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import InvariantError, ModelError

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stemkv.core.plan import Chunk
+from stemkv.core.schedule.plan import Chunk
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import Numerics
 from stemkv.errors import UnsupportedModel

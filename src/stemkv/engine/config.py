@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from stemkv.core.orders import OrderConfig
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.sharing import SharingPolicy
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.orders import OrderConfig
 from stemkv.engine.numerics import numerics_named
 from stemkv.engine.quotas import MemoryQuotas
 from stemkv.errors import ConfigError

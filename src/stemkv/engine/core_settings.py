@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import CostModel
-from stemkv.core.eviction import EvictionPolicy
-from stemkv.core.order import Order
-from stemkv.core.orders import OrderConfig
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import QuotaConfig
+from stemkv.core.books.cost import CostModel
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.policy import EvictionPolicy
+from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.order import Order
+from stemkv.core.schedule.orders import OrderConfig
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.load import LoadedModel
 from stemkv.errors import ConfigError

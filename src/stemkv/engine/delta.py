@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemkv.core.request import FinishReason, RequestId
+from stemkv.core.schedule.request import FinishReason, RequestId
 
 __all__ = ["Delta", "TextDelta", "TextEnded", "TextTakenBack"]
 

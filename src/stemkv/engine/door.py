@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
-from stemkv.core.hints import Hints
-from stemkv.core.identities import Identities
-from stemkv.core.identity import Domain
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.load import LoadedModel

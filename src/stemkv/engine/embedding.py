@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stemkv.core.tokens import Span, TokenIds
+from stemkv.core.prefix.tokens import Span, TokenIds
 from stemkv.engine.digest import tensor_digest
 from stemkv.errors import RequestError
 

@@ -18,19 +18,19 @@ from time import monotonic
 
 import torch
 
-from stemkv.core.cache import CacheUsage, DomainUsage, PrefixCache
-from stemkv.core.cost import CostModel
-from stemkv.core.entry import LedgerEntry
-from stemkv.core.events import Event
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.identities import LoadedAdapter
-from stemkv.core.identity import PUBLIC, ComputeIdentity, Domain
-from stemkv.core.ledger import Ledger
-from stemkv.core.plan import StepPlan
-from stemkv.core.request import RequestId
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import CostModel
+from stemkv.core.books.entry import LedgerEntry
+from stemkv.core.books.ledger import Ledger
+from stemkv.core.prefix.cache import CacheUsage, DomainUsage, PrefixCache
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identities import LoadedAdapter
+from stemkv.core.prefix.identity import PUBLIC, ComputeIdentity, Domain
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.plan import StepPlan
+from stemkv.core.schedule.request import RequestId
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.attempt import compute
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.core_settings import CoreSettings

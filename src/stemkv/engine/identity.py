@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from stemkv.core.identity import ComputeIdentity
+from stemkv.core.prefix.identity import ComputeIdentity
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import Numerics
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stemkv.core.table import BlockCopy
+from stemkv.core.prefix.table import BlockCopy
 
 __all__ = ["KvMemory"]
 

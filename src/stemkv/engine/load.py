@@ -416,7 +416,7 @@ def _refusal_named(model: object, label: str) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedModel(
             f"model {label} ({type(model).__name__}) is not like a decoder of "
-            f"transformers ({type(error).__name__}: {str(error):.200})"
+            f"transformers ({type(error).__name__}: {error!s:.200})"
         ) from error
 
 

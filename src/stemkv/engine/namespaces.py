@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import fields
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.identities import Identities
-from stemkv.core.ledger import Ledger
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.ledger import Ledger
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.errors import ConfigError
 
 __all__ = ["Namespaces"]

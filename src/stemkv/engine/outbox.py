@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
-from stemkv.core.entry import LedgerEntry
-from stemkv.core.events import Event
+from stemkv.core.books.entry import LedgerEntry
+from stemkv.core.schedule.events import Event
 from stemkv.engine.delta import Delta
 from stemkv.errors import InvariantError
 

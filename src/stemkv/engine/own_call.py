@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from stemkv.core.table import BlockTable
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockTable
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine.probe import Probe, ProbeSequence
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import StemKVError, UnsupportedModel
@@ -59,7 +59,7 @@ def check_own_call(
     except Exception as error:
         raise UnsupportedModel(
             f"model {name} ({type(model).__name__}) cannot run a step "
-            f"({type(error).__name__}: {str(error):.200})"
+            f"({type(error).__name__}: {error!s:.200})"
         ) from error
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from stemkv.core.plan import Chunk, StepPlan
-from stemkv.core.request import RequestId
-from stemkv.core.table import BlockCopy, BlockTable
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockCopy, BlockTable
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.plan import Chunk, StepPlan
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.runner import ModelRunner
 
 __all__ = ["Probe", "ProbeSequence"]

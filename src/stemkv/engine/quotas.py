@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stemkv.core.identity import Domain
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.retention.quota import Quota, QuotaConfig
 from stemkv.errors import ConfigError
 
 __all__ = ["MemoryQuota", "MemoryQuotas"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stemkv.core.plan import Chunk, StepPlan
-from stemkv.core.request import RequestId
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.schedule.plan import Chunk, StepPlan
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.runner import ModelRunner
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.cost import CostModel, FittedCost, RooflineCost
-from stemkv.core.events import Event
-from stemkv.core.identity import Domain
-from stemkv.core.ledger import Ledger
-from stemkv.core.plan import StepPlan, StepResult
-from stemkv.core.request import FinishReason, Request, RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import CostModel, FittedCost, RooflineCost
+from stemkv.core.books.ledger import Ledger
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.plan import StepPlan, StepResult
+from stemkv.core.schedule.request import FinishReason, Request, RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.core_settings import CoreSettings
 from stemkv.errors import ConfigError
 from stemkv.measure.steplog import (

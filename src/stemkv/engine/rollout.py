@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from stemkv.core.identities import Identities
-from stemkv.core.identity import Domain
-from stemkv.core.request import FinishReason, Request
-from stemkv.core.scheduler import Scheduler
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.schedule.request import FinishReason, Request
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.namespaces import Namespaces
 from stemkv.engine.samples import LiveSample, LiveSamples
 

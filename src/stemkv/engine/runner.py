@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stemkv.core.plan import Chunk, StepPlan
-from stemkv.core.request import RequestId
+from stemkv.core.schedule.plan import Chunk, StepPlan
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.activation import slice_activations
 from stemkv.engine.attention import StepLayout
 from stemkv.engine.embedding import EmbeddedPrompt

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stemkv.core.events import (
+from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
     RequestAdmitted,
@@ -23,8 +23,8 @@ from stemkv.core.events import (
     RequestRestarted,
     TokenSampled,
 )
-from stemkv.core.plan import Sample, StepPlan, StepResult
-from stemkv.core.request import (
+from stemkv.core.schedule.plan import Sample, StepPlan, StepResult
+from stemkv.core.schedule.request import (
     FinishReason,
     Request,
     RequestId,

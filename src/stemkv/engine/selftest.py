@@ -11,8 +11,8 @@ from array import array
 
 import torch
 
-from stemkv.core.table import BlockTable
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockTable
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.linear import LinearFacts
 from stemkv.engine.load import LoadedModel

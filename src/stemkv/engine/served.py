@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from stemkv.core.identities import Identities, LoadedAdapter
-from stemkv.core.identity import ComputeIdentity
+from stemkv.core.prefix.identities import Identities, LoadedAdapter
+from stemkv.core.prefix.identity import ComputeIdentity
 from stemkv.engine.adapters import Adapters
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.digest import combine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 
 __all__ = ["OutputText", "stop_near_end"]
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from stemkv.core.service import Served
+from stemkv.core.schedule.service import Served
 from stemkv.measure.latency import goodput, summarize
 from stemkv.measure.results import LatencySummary, RequestResult, Scheduling
 

@@ -34,19 +34,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, TextIO
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import FittedCost, RooflineCost
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.identity import Domain, DomainKind
-from stemkv.core.orders import OrderConfig
-from stemkv.core.plan import Sample, StepPlan
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.request import FinishReason, RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import TOKEN_BYTES, Span, TokenIds
+from stemkv.core.books.cost import FittedCost, RooflineCost
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identity import Domain, DomainKind
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import TOKEN_BYTES, Span, TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.plan import Sample, StepPlan
+from stemkv.core.schedule.request import FinishReason, RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import InvariantError, StemKVError, StepLogError
 
 __all__ = [

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stemkv.core.entry import MissReason
-from stemkv.core.waits import WaitReason
+from stemkv.core.books.entry import MissReason
+from stemkv.core.books.waits import WaitReason
 from stemkv.errors import ConfigError, InvariantError
 from stemkv.measure.results import ReplayResult, RequestResult
 

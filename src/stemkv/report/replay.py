@@ -6,7 +6,7 @@ The sections are in `reuse` and `latency`.
 
 from __future__ import annotations
 
-from stemkv.core.entry import MissReason
+from stemkv.core.books.entry import MissReason
 from stemkv.measure.results import GIB, ReplayResult
 from stemkv.report import latency, reuse
 from stemkv.report.capacity import capacity_charts, hit_rate_at

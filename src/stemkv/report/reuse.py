@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stemkv.core.entry import MissReason
+from stemkv.core.books.entry import MissReason
 from stemkv.measure.results import (
     PrefixValue,
     ReplayResult,

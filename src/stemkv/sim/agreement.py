@@ -12,12 +12,17 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.cost import CostModel, StepShape
-from stemkv.core.events import Event, RequestAborted, RequestFinished, TokenSampled
-from stemkv.core.plan import Sample, StepPlan, StepResult
-from stemkv.core.request import FinishReason, RequestId, child_id
-from stemkv.core.scheduler import Scheduler
+from stemkv.core.books.cost import CostModel, StepShape
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.schedule.events import (
+    Event,
+    RequestAborted,
+    RequestFinished,
+    TokenSampled,
+)
+from stemkv.core.schedule.plan import Sample, StepPlan, StepResult
+from stemkv.core.schedule.request import FinishReason, RequestId, child_id
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import ConfigError, InvariantError, StemKVError, StepLogError
 from stemkv.measure.steplog import (
     Abandoned,

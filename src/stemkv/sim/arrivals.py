@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.errors import InvariantError
 from stemkv.sim.hits import HitCounter, Hits
 from stemkv.sim.reuse import Reuses

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from stemkv.core.eviction.leaves import Leaves
+from stemkv.core.retention.policy.leaves import Leaves
 from stemkv.errors import InvariantError
 from stemkv.sim.bounds import next_uses
 from stemkv.sim.reuse import Reuses

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.orders import OrderConfig
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.sessions import SessionConfig
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.orders import OrderConfig
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.hinting import HintRule

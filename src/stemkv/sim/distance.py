@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.sim.hits import HitCounter, Hits, hit_tokens, steady_start
 from stemkv.sim.reuse import Reuses
 from stemkv.sim.trace import TraceRequest

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stemkv.core.cost import FittedCost, StepShape
-from stemkv.core.request import RequestId
+from stemkv.core.books.cost import FittedCost, StepShape
+from stemkv.core.schedule.request import RequestId
 from stemkv.errors import ConfigError, StepLogError
 from stemkv.measure.steplog import Committed, PlanRecord, StepLog
 from stemkv.measure.timeline import percentile

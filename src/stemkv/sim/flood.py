@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from stemkv.core.cost import CostModel
-from stemkv.core.orders import OrderConfig
+from stemkv.core.books.cost import CostModel
+from stemkv.core.schedule.orders import OrderConfig
 from stemkv.errors import ConfigError
 from stemkv.measure.flood import FloodedTenant, FloodResult
 from stemkv.measure.results import GIB

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stemkv.core.hints import NO_HINTS, Hints
+from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.errors import ConfigError
 from stemkv.sim.oracle import declared_next_uses, session_ends
 from stemkv.sim.reuse import Reuses, find_reuses

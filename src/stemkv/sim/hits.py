@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.sim.trace import Trace, TraceRequest
 
 __all__ = ["HitCounter", "Hits", "hit_tokens", "steady_start"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 
-from stemkv.core.hints import NO_HINTS, Hints
+from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.errors import ConfigError
 from stemkv.sim.bounds import next_uses
 from stemkv.sim.reuse import Reuses

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stemkv.core.account import Account, PrefixAccount
-from stemkv.core.cost import CostModel
-from stemkv.core.entry import LedgerEntry, MissReason, Stall
-from stemkv.core.identity import Domain
-from stemkv.core.ledger import PUBLIC_ACCOUNT
-from stemkv.core.request import RequestId
+from stemkv.core.books.account import Account, PrefixAccount
+from stemkv.core.books.cost import CostModel
+from stemkv.core.books.entry import LedgerEntry, MissReason, Stall
+from stemkv.core.books.ledger import PUBLIC_ACCOUNT
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.schedule.request import RequestId
 from stemkv.errors import InvariantError
 from stemkv.measure.latency import Goodput, goodput, summarize, summarize_weighted
 from stemkv.measure.results import (

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from stemkv.core.orders import ORDERS
-from stemkv.core.policies import EVICTIONS as _ONLINE
-from stemkv.core.policies import OBJECTIVES
+from stemkv.core.retention.policies import EVICTIONS as _ONLINE
+from stemkv.core.retention.policies import OBJECTIVES
+from stemkv.core.schedule.orders import ORDERS
 from stemkv.errors import ConfigError
 
 __all__ = [

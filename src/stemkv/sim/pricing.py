@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from stemkv.core.cost import RooflineCost
+from stemkv.core.books.cost import RooflineCost
 from stemkv.errors import ConfigError
 from stemkv.sim.catalogue import Device
 from stemkv.sim.model_shape import ModelShape

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stemkv.core.identity import Domain
-from stemkv.core.quota import Quota, QuotaConfig
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.retention.quota import Quota, QuotaConfig
 from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB
 from stemkv.sim.sharing import SharingRule

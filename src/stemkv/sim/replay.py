@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from stemkv.core.cost import CostModel
-from stemkv.core.request import RequestId, RequestSpec
+from stemkv.core.books.cost import CostModel
+from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError, PromptTooLong
 from stemkv.measure.results import ReplayResult
 from stemkv.measure.scheduling import TenantGap

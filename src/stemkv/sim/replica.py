@@ -11,26 +11,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import CostModel, StepShape
-from stemkv.core.entry import LedgerEntry
-from stemkv.core.events import (
-    BlocksEvicted,
-    BlocksRefused,
-    RequestFinished,
-    RequestPreempted,
-    TokenSampled,
-)
-from stemkv.core.eviction.base import EvictionPolicy
-from stemkv.core.ledger import Ledger
-from stemkv.core.order.base import Order
-from stemkv.core.plan import Sample, StepPlan, StepResult
-from stemkv.core.quota import QuotaConfig
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.sessions import SessionConfig
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.books.cost import CostModel, StepShape
+from stemkv.core.books.entry import LedgerEntry
+from stemkv.core.books.ledger import Ledger
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.retention.policy.base import EvictionPolicy
+from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.events import RequestFinished, RequestPreempted, TokenSampled
+from stemkv.core.schedule.order.base import Order
+from stemkv.core.schedule.plan import Sample, StepPlan, StepResult
+from stemkv.core.schedule.request import RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
+from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import InvariantError
 from stemkv.measure.results import MemorySample, StepSpan
 from stemkv.measure.scheduling import TenantGap

@@ -18,7 +18,7 @@ from itertools import repeat
 from operator import neg
 from typing import Final, NamedTuple
 
-from stemkv.core.identity import Domain
+from stemkv.core.prefix.identity import Domain
 from stemkv.errors import InvariantError
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace

@@ -18,16 +18,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig
-from stemkv.core.cost import CostModel
-from stemkv.core.eviction.base import EvictionPolicy
-from stemkv.core.eviction.lru import Lru
-from stemkv.core.hints import NO_HINTS, Hints
-from stemkv.core.identity import Domain
-from stemkv.core.lookahead import Waiting
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import CostModel
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.lookahead import Waiting
+from stemkv.core.retention.policy.base import EvictionPolicy
+from stemkv.core.retention.policy.lru import Lru
 from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
 from stemkv.sim.clairvoyant import Clairvoyant

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from stemkv.core.identity import Domain
+from stemkv.core.prefix.identity import Domain
 from stemkv.errors import ConfigError
 from stemkv.sim.trace import Trace, TraceRequest
 

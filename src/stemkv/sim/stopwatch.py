@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter_ns
 
-from stemkv.core.eviction.base import EvictionPolicy
+from stemkv.core.retention.policy.base import EvictionPolicy
 
 __all__ = ["Stopwatch"]
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from time import process_time
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import GIB, ReplayResult, SweepCell
 from stemkv.sim.config import ReplayConfig

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stemkv.core.config import CacheConfig
-from stemkv.core.cost import CostModel
-from stemkv.core.eviction.base import EvictionPolicy
+from stemkv.core.books.cost import CostModel
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.errors import ConfigError
 from stemkv.sim.clairvoyant import Clairvoyant
 from stemkv.sim.config import ReplayConfig

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stemkv.core.cost import CostModel
+from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError, InvariantError
 from stemkv.measure.results import GIB, Source
 from stemkv.measure.value import (

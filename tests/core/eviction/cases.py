@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from stemkv.core.eviction import (
+from stemkv.core.retention.policy import (
     EvictionPolicy,
     Gdsf,
     LfuDa,

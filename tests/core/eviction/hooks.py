@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from stemkv.core.eviction import EvictionPolicy
+from stemkv.core.retention.policy import EvictionPolicy
 
 __all__ = ["ACTS", "Act", "HookTree"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from stemkv.core.eviction import EvictionPolicy
+from stemkv.core.retention.policy import EvictionPolicy
 
 __all__ = ["Script"]
 

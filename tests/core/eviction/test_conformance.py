@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction import EvictionPolicy
+from stemkv.core.retention.policy import EvictionPolicy
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.timelines import in_units_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stemkv.core.eviction import Gdsf, LfuDa
+from stemkv.core.retention.policy import Gdsf, LfuDa
 from tests.core.builders import build_cache, cached, serve
 from tests.core.eviction.script import Script
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemkv.core.check import check_cache
-from stemkv.core.eviction.ghosts import Ghosts
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policy.ghosts import Ghosts
 from tests.core.builders import ALICE, NAMESPACE, build_cache
 from tests.core.eviction.cases import CASES, Case
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stemkv.core.eviction import Lru
+from stemkv.core.retention.policy import Lru
 from tests.core.builders import (
     ALICE,
     NAMESPACE,

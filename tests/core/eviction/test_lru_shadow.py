@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex, reuse_times
-from stemkv.core.eviction.lru_shadow import LruShadow
+from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex, reuse_times
+from stemkv.core.retention.policy.lru_shadow import LruShadow
 from stemkv.sim.sequence import SequenceResult, replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.timelines import in_units_of

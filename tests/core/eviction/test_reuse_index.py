@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction import EvictionPolicy, Lru, ReuseIndex, reuse_times
+from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex, reuse_times
 from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.timelines import in_units_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.eviction import reuse_times
-from stemkv.core.eviction.reuse_times import AGE_EDGES, Cohort, ReuseTimes
+from stemkv.core.retention.policy import reuse_times
+from stemkv.core.retention.policy.reuse_times import AGE_EDGES, Cohort, ReuseTimes
 from tests.core.builders import count_calls
 from tests.core.eviction.twin_reuse_index import Idle, Learner
 

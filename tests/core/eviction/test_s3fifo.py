@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stemkv.core.eviction import S3Fifo
+from stemkv.core.retention.policy import S3Fifo
 from tests.core.builders import build_cache, cached, serve
 from tests.core.eviction.script import Script
 

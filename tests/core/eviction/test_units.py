@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemkv.core.check import check_cache
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TOKEN_BYTES
 from tests.core.builders import ALICE, NAMESPACE, build_cache, resident, tokens
 from tests.core.eviction.cases import CASES, Case
 

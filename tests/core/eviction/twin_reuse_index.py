@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from stemkv.core.eviction.lru_shadow import LruShadow
+from stemkv.core.retention.policy.lru_shadow import LruShadow
 from tests.core.eviction.twin import Block, Nodes, Twin
 
 __all__ = ["Idle", "Learner", "ReuseIndexRule", "ReuseIndexTwin"]

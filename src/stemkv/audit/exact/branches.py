@@ -14,7 +14,7 @@ from itertools import combinations
 from stemkv.audit.exact.bits import Tally, checksum, num_differing
 from stemkv.audit.exact.hits import Lab
 from stemkv.audit.exact.witness import Ask, Seen, compare
-from stemkv.core.table import BlockCopy
+from stemkv.core.prefix.table import BlockCopy
 from stemkv.engine.kv import KvMemory
 
 __all__ = ["Branch", "Branching", "branch_out"]

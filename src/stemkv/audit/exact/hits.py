@@ -16,7 +16,7 @@ import torch
 from stemkv.audit.exact.bits import num_differing
 from stemkv.audit.exact.prompts import passage
 from stemkv.audit.exact.witness import Ask, Cold, EngineMaker, Seen, Witness
-from stemkv.core.events import PrefixAwaited, RequestForked
+from stemkv.core.schedule.events import PrefixAwaited, RequestForked
 from stemkv.engine import EngineConfig, LoadedModel
 
 __all__ = ["STATES", "Lab", "Reached", "State"]

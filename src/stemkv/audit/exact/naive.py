@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from stemkv.audit.exact.bits import Tally
 from stemkv.audit.exact.prompts import Chat
-from stemkv.core.table import BlockTable
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockTable
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import LoadedModel
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import Numerics

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from stemkv.audit.exact.bits import Tally
-from stemkv.core.events import Event, RequestAdmitted
-from stemkv.core.request import RequestId, TokenCounts, child_id
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.events import Event, RequestAdmitted
+from stemkv.core.schedule.request import RequestId, TokenCounts, child_id
 from stemkv.engine import (
     Completion,
     EmbeddedPrompt,

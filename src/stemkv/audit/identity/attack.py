@@ -23,7 +23,7 @@ from stemkv.audit.identity.contexts import (
 from stemkv.audit.identity.keys import KeyContext, KeyFunction
 from stemkv.audit.identity.scenarios import Expectation, Scenario
 from stemkv.audit.identity.trial import KeyFault, number_keys
-from stemkv.core.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds, common_prefix_bytes
 
 __all__ = [
     "NUM_PROMPTS",

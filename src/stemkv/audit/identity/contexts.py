@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stemkv.audit.identity.keys import KeyContext
-from stemkv.core.cache import Peek, PrefixCache
-from stemkv.core.config import CacheConfig
-from stemkv.core.eviction import Lru
-from stemkv.core.identities import Identities
-from stemkv.core.identity import ComputeIdentity, Domain
-from stemkv.core.sharing import SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import Peek, PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.identities import Identities
+from stemkv.core.prefix.identity import ComputeIdentity, Domain
+from stemkv.core.prefix.sharing import SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policy import Lru
 from stemkv.engine.load import LoadedModel
 from stemkv.errors import ConfigError
 

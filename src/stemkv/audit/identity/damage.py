@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from stemkv.audit.identity.contexts import Context, Prompt
-from stemkv.core.plan import Chunk, StepPlan
-from stemkv.core.request import RequestId
-from stemkv.core.table import BlockCopy
-from stemkv.core.tokens import TOKEN_BYTES
+from stemkv.core.prefix.table import BlockCopy
+from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.schedule.plan import Chunk, StepPlan
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.load import LoadedModel

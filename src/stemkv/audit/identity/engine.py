@@ -16,8 +16,8 @@ import torch
 
 from stemkv.audit.identity.contexts import ADAPTERS, Context
 from stemkv.audit.identity.scenarios import HOME
-from stemkv.core.request import RequestId
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.engine import Engine
 from stemkv.engine.sampling import SamplingParams
 from stemkv.errors import InvariantError

@@ -33,8 +33,8 @@ from stemkv.audit.identity.variants import (
     make_revision,
     place_adapters,
 )
-from stemkv.core.identity import ComputeIdentity
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.identity import ComputeIdentity
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.digest import combine
 from stemkv.engine.embedding import EmbeddedPrompt

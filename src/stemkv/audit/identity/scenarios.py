@@ -25,8 +25,8 @@ from stemkv.audit.identity.contexts import (
     World,
     make_case,
 )
-from stemkv.core.identity import ComputeIdentity
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.identity import ComputeIdentity
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine.identity import identify
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import EXACT, TOLERANT, Numerics

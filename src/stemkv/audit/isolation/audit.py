@@ -70,7 +70,7 @@ from stemkv.audit.isolation.worlds import (
     Setting,
 )
 from stemkv.audit.verdict import AuditReport, Check, Table, Verdict
-from stemkv.core.orders import ORDERS
+from stemkv.core.schedule.orders import ORDERS
 from stemkv.engine import LoadedModel
 from stemkv.errors import ConfigError
 

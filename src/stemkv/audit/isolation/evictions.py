@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from stemkv.audit.isolation.probes import Sight, Stage
 from stemkv.audit.isolation.scene import Scene, made_up_prompt
 from stemkv.audit.isolation.worlds import ATTACKER, BLOCK_SIZE, PRIVATE, VICTIM
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policies import EvictionConfig
 
 __all__ = [
     "LEARNING",

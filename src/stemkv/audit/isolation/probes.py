@@ -25,7 +25,7 @@ from stemkv.audit.isolation.worlds import (
     World,
     random_ids,
 )
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import LoadedModel
 
 __all__ = ["PROBES", "Finding", "Sight", "Stage", "run_probes"]

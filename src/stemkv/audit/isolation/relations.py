@@ -22,9 +22,9 @@ from stemkv.audit.isolation.worlds import (
     World,
     random_ids,
 )
-from stemkv.core.request import RequestId
-from stemkv.core.sharing import Sharing, SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.request import RequestId
 from stemkv.errors import DuplicateRequest, RequestError
 
 __all__ = [

@@ -22,7 +22,7 @@ from stemkv.audit.isolation.worlds import (
     World,
     random_ids,
 )
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 
 __all__ = ["Pressure", "Wait", "measure_pressure", "measure_wait"]
 

@@ -10,13 +10,13 @@ import random
 from collections.abc import Mapping
 
 from stemkv.audit.isolation.worlds import BLOCK_SIZE, PRIVATE
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig
-from stemkv.core.identity import Domain
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.quota import Quota, QuotaConfig
-from stemkv.core.table import Lease
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.table import Lease
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.quota import Quota, QuotaConfig
 
 __all__ = ["Scene", "made_up_prompt"]
 

@@ -28,7 +28,7 @@ from stemkv.audit.isolation.worlds import (
     World,
     random_ids,
 )
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 
 __all__ = ["Theft", "steal_by_count", "steal_by_time"]
 

@@ -34,7 +34,7 @@ from stemkv.audit.isolation.worlds import (
     random_ids,
 )
 from stemkv.audit.verdict import Verdict
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.tokens import TokenIds
 
 __all__ = ["ALPHA", "LIMIT", "POWER", "Round", "TimingPlan", "judge", "time_pairs"]
 

@@ -30,18 +30,19 @@ from stemkv.audit.isolation.worlds import (
     VICTIM,
     Setting,
 )
-from stemkv.core.cache import PrefixCache
-from stemkv.core.config import CacheConfig, SchedulerConfig
-from stemkv.core.cost import CostModel, RooflineCost
-from stemkv.core.events import RequestAdmitted
-from stemkv.core.order import Order
-from stemkv.core.order.ranked import Ranked
-from stemkv.core.orders import ORDERS
-from stemkv.core.plan import Sample, StepResult
-from stemkv.core.policies import EvictionConfig
-from stemkv.core.request import RequestId, RequestSpec
-from stemkv.core.scheduler import Scheduler
-from stemkv.core.tokens import TokenIds
+from stemkv.core.books.cost import CostModel, RooflineCost
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.config import SchedulerConfig
+from stemkv.core.schedule.events import RequestAdmitted
+from stemkv.core.schedule.order import Order
+from stemkv.core.schedule.order.ranked import Ranked
+from stemkv.core.schedule.orders import ORDERS
+from stemkv.core.schedule.plan import Sample, StepResult
+from stemkv.core.schedule.request import RequestId, RequestSpec
+from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine import EngineConfig
 
 __all__ = ["BESIDE", "LIKES_HITS", "NOSY", "OWN", "Turns", "try_turns"]

@@ -13,11 +13,11 @@ import random
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from stemkv.core.events import Event
-from stemkv.core.identity import Domain
-from stemkv.core.request import RequestId
-from stemkv.core.sharing import Sharing, SharingPolicy
-from stemkv.core.tokens import TokenIds
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine import (
     Completion,
     Engine,

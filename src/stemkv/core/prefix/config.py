@@ -1,0 +1,43 @@
+"""How much memory a cache has, checked where it is said.
+
+Owns limits and defaults. Environment variables and files are somebody else's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemkv.errors import ConfigError
+
+__all__ = ["CacheConfig", "at_least", "is_number"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory there is and how it is cut."""
+
+    num_blocks: int
+    block_size: int = 16  # tokens; small: finer sharing, large: cheaper bookkeeping
+    max_kept_share: float = 0.5  # of the blocks, that an operator may keep
+
+    def __post_init__(self) -> None:
+        for field in ("num_blocks", "block_size"):
+            at_least(field, getattr(self, field), 1)
+        if not is_number(self.max_kept_share) or not 0.0 <= self.max_kept_share <= 1.0:
+            raise ConfigError(
+                f"max_kept_share must be a number in [0, 1], "
+                f"got {self.max_kept_share!r:.80}"
+            )
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def at_least(field: str, value: int, minimum: int) -> None:
+    """Raise `ConfigError` unless a setting is an integer that is large enough."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{field} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ConfigError(f"{field} must be at least {minimum}, got {value}")

@@ -1,0 +1,100 @@
+"""Who gets the next chunk of a step: a request that waits, or an unfinished prefill.
+
+Owns the protocol only. An order sees requests and how much of them is cached, never
+blocks, tokens of others or other tenants' private caches. The scheduler asks it for one
+`Pick` after another until the step is full; whether a pick fits is the scheduler's
+matter, what follows if it does not is the order's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from stemkv.core.schedule.request import Request
+from stemkv.core.schedule.waiting import WaitingMatches
+
+__all__ = ["Order", "Pick"]
+
+
+class Pick(NamedTuple):
+    """Whose chunk is next."""
+
+    request: Request
+    most_tokens: int | None = None  # of this chunk; None: as many as the step takes
+    lane: str | None = None  # the tenant in whose lane it goes; None: in no lane
+
+
+class Order(Protocol):
+    """Holds the requests that wait and the prefills that are not finished."""
+
+    @property
+    def is_timeless(self) -> bool:
+        """Whether picks depend neither on time nor on what else is computed."""
+
+    def __len__(self) -> int:
+        """Return how many wait, those on hold included."""
+
+    def watch(self, matches: WaitingMatches) -> None:
+        """Take what knows where waiting requests match in the tree."""
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Take a request that waits, new or preempted."""
+
+    def start(self, request: Request) -> None:
+        """Hear that a waiting request was admitted: its prefill has begun."""
+
+    def moved(self, request: Request) -> None:
+        """Hear that less, or more, of a request is left to compute."""
+
+    def remove(self, request: Request) -> None:
+        """Forget a request: its prefill is done, or it was taken away."""
+
+    def hold(self, request: Request, leader: Request | None) -> None:
+        """Do not pick a waiting request until `release`.
+
+        It waits for `leader`, whose prefill computes its prefix, or for a driver.
+        """
+
+    def release(self, request: Request) -> None:
+        """Pick a request again that was on hold."""
+
+    # A step
+
+    def begin(self, now: float, *, admits: bool) -> None:
+        """Begin a step; without `admits` only unfinished prefills are picked."""
+
+    def pick(self) -> Pick | None:
+        """Return whose chunk is next; `None`: nobody's in this step."""
+
+    def ran(self, pick: Pick, num_tokens: int, *, is_last: bool) -> None:
+        """Hear that so many tokens of a pick are planned.
+
+        `is_last`: there is no more of its prefill to plan, in this step or ever.
+        """
+
+    def pass_over(self, pick: Pick) -> None:
+        """Hear that a pick gets no chunk in this step."""
+
+    def cannot_start(self, pick: Pick) -> bool:
+        """Hear that there is no memory or place for a waiting pick now.
+
+        Returns whether nobody else may start either in this step, so that what becomes
+        free is left for it; else it is passed over.
+        """
+
+    def decoded(self, tenant: str, num_tokens: int) -> None:
+        """Hear that a tenant's requests decode so many tokens."""
+
+    # Questions
+
+    def first(self, num: int, now: float) -> Iterator[Request]:
+        """Yield about the first `num` waiting requests, next one first; pure."""
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """Return who is preempted next, of several running ones sorted by arrival.
+
+        Never the first of them: the oldest ends, and then the next oldest does.
+        """

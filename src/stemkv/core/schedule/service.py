@@ -1,0 +1,104 @@
+"""How much work everybody was given, and how much is ahead of whom.
+
+Owns the counts of prefill and decode tokens by tenant, and what the requests that wait
+or are unfinished still want. Decides nothing: orders have accounts of their own. From
+these counts a request's wait can be told in units of its own backlog, which is what
+`fair` bounds.
+
+All counts are tokens, exact. The backlog of a request that waits is what is not cached
+of it now, in whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stemkv.core.books.share import ShareOfWork
+from stemkv.errors import InvariantError
+
+__all__ = ["Served", "Service"]
+
+
+@dataclass(slots=True)
+class Served:
+    """What one tenant was given, and what it still wants."""
+
+    num_prefill: int = 0  # tokens, those computed again as well
+    num_decode: int = 0
+    backlog: int = 0  # uncached tokens of what waits or is unfinished
+    num_queued: int = 0  # requests of which those are
+
+
+class Service:
+    """The counts of one scheduler."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Served] = {}
+        self._wanted: dict[str, tuple[str, int]] = {}  # by request id
+        self._num_prefill = 0
+        self._backlog = 0
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill tokens run since the start."""
+        return self._num_prefill
+
+    @property
+    def backlog(self) -> int:
+        """Tokens that all who wait or are unfinished want."""
+        return self._backlog
+
+    @property
+    def tenants(self) -> Mapping[str, Served]:
+        """What each tenant was given; not to be changed."""
+        return self._tenants
+
+    def of(self, tenant: str) -> Served:
+        """Return the counts of a tenant."""
+        served = self._tenants.get(tenant)
+        if served is None:
+            served = self._tenants[tenant] = Served()
+        return served
+
+    def wants(self, request_id: str, tenant: str, num_tokens: int) -> None:
+        """Tell how much a request wants now."""
+        served = self.of(tenant)
+        known = self._wanted.get(request_id)
+        if known is None:
+            served.num_queued += 1
+        before = 0 if known is None else known[1]
+        served.backlog += num_tokens - before
+        self._backlog += num_tokens - before
+        self._wanted[request_id] = (tenant, num_tokens)
+
+    def wants_no_more(self, request_id: str) -> None:
+        """Tell that a request's prefill is done, or that it has ended."""
+        known = self._wanted.pop(request_id, None)
+        if known is None:
+            raise InvariantError(f"request {request_id} wanted nothing")
+        tenant, num_tokens = known
+        served = self._tenants[tenant]
+        served.backlog -= num_tokens
+        served.num_queued -= 1
+        self._backlog -= num_tokens
+
+    def came(self, share: ShareOfWork, tenant: str) -> None:
+        """Note what a request finds that wants its tokens since just now."""
+        served = self.of(tenant)
+        share.backlog, share.own_backlog = self._backlog, served.backlog
+        share.run_before, share.own_run_before = self._num_prefill, served.num_prefill
+
+    def prefilled(self, tenant: str, num_tokens: int) -> None:
+        """Tell that prefill tokens of a tenant were run."""
+        self._num_prefill += num_tokens
+        self.of(tenant).num_prefill += num_tokens
+
+    def decoded(self, tenant: str, num_tokens: int) -> None:
+        """Tell that a tenant decodes so many tokens."""
+        self.of(tenant).num_decode += num_tokens
+
+    def began(self, share: ShareOfWork, tenant: str) -> None:
+        """Note that a request has its first token."""
+        share.run = self._num_prefill - share.run_before
+        share.own_run = self.of(tenant).num_prefill - share.own_run_before
