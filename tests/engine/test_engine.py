@@ -733,7 +733,7 @@ def test_a_prefill_of_one_token_is_no_decode() -> None:
 
 def test_timelines_are_in_order() -> None:
     engine = engine_of(max_num_running=1)
-    arrival_s = engine._clock()
+    arrival_s = engine._clock.now()
     for index in range(2):
         engine.add(prompt(seed=index), limited(4), arrival_s=arrival_s)
     for completion in engine.drain():

@@ -1008,7 +1008,7 @@ class Rollout(RuleBasedStateMachine):
         self.old -= namespaces(self.engine)
 
     def in_flight(self, adapter: str | None = None) -> list[str]:
-        ended = {child_id(c.request_id, c.sample) for c in self.engine._ended}
+        ended = {child_id(c.request_id, c.sample) for c in self.engine._outbox._ended}
         return [
             sample_id
             for sample_id in self.runs_on

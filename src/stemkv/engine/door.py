@@ -8,10 +8,9 @@ request.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from stemkv.core.prefix.hints import Hints
 from stemkv.core.prefix.identities import Identities
@@ -19,6 +18,7 @@ from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.schedule.request import RequestId, RequestSpec
+from stemkv.engine.clock import is_seconds
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.load import LoadedModel
@@ -323,16 +323,6 @@ def _check_kind(field: str, value: object, kind: type) -> None:
         raise RequestError(
             f"{field} must be {kind.__name__}, got {type(value).__name__}", field=field
         )
-
-
-def is_seconds(value: object) -> TypeGuard[float]:
-    """Whether this is a number of seconds that a float can hold."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _shown(value: object) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -28,26 +27,27 @@ from stemkv.core.prefix.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.schedule.events import Event
-from stemkv.core.schedule.plan import StepPlan
 from stemkv.core.schedule.request import RequestId
 from stemkv.core.schedule.scheduler import Scheduler
-from stemkv.engine.attempt import compute
+from stemkv.engine.changes import Changes
+from stemkv.engine.clock import Clock, is_seconds
 from stemkv.engine.config import EngineConfig
 from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.delta import Delta
-from stemkv.engine.door import Door, check_id, is_seconds, listed
+from stemkv.engine.door import Door, check_id, listed
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.load import LoadedModel
+from stemkv.engine.loop import StepLoop
 from stemkv.engine.namespaces import Namespaces
 from stemkv.engine.outbox import Outbox
 from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
 from stemkv.engine.recorder import StepRecorder
-from stemkv.engine.rollout import InFlight, RequestsInFlight, Rollouts
+from stemkv.engine.rollout import InFlight, RequestsInFlight
 from stemkv.engine.samples import Completion, LiveSamples, Progress
 from stemkv.engine.sampling import SamplingParams
-from stemkv.engine.served import Change, Served
+from stemkv.engine.served import Served
 from stemkv.engine.threads import default_num_threads
-from stemkv.errors import ConfigError, InvariantError, StemKVError
+from stemkv.errors import ConfigError
 from stemkv.measure.steps import StepRecord
 
 __all__ = ["Engine", "ResetReport"]
@@ -115,19 +115,15 @@ class Engine:
         self.on_event = on_event
         self.on_delta = on_delta
         self.on_entry = on_entry
-        self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEP_RECORDS)  # newest last
-        self._clock = clock
-        self._last_s = 0.0  # what the clock said last
-        self._ended: list[Completion] = []  # not yet returned by `step`
-        self._outbox = Outbox(self)
-        self._broken_by: str | None = None  # what is impossible happened; see `step`
+        self._clock = Clock(clock)
         torch.set_num_threads(self.config.num_threads or default_num_threads())
         self._served = Served(loaded, self.config, num_blocks=settings.cache.num_blocks)
         self.kv = self._served.kv
         self.ledger = None if costs is None else self._make_ledger(costs)
         self.cache, self.scheduler = self._make_core(settings, recorder)
-        self._samples = LiveSamples(loaded)
         self._identities = self._served.identities
+        self._samples = LiveSamples(loaded)
+        self._outbox = Outbox(self, self._samples, self.ledger)
         self._namespaces = Namespaces(
             self._identities,
             self.cache,
@@ -137,19 +133,32 @@ class Engine:
         self._door = Door(
             loaded, self.config, self._identities, self._samples.has_request
         )
-        self._rollouts = Rollouts(self.scheduler)
-        self._in_flight = RequestsInFlight(
-            self.scheduler,
-            self._samples,
-            self._identities,
-            self._namespaces,
-            self._door.domain_of,
-        )
         self._rechecks = Rechecks(
             self._served.runner,
             share=self.config.recheck_share,
             rng=random.Random(self.config.recheck_seed),
             token_budget=self.config.token_budget,
+        )
+        self._loop = StepLoop(
+            self,
+            self.scheduler,
+            self._served,
+            self._samples,
+            self._outbox,
+            self._rechecks,
+            self._clock,
+        )
+        self._changes = Changes(
+            self._loop,
+            self.scheduler,
+            self._served,
+            self._namespaces,
+            self._door,
+            RequestsInFlight(
+                self.scheduler, self._samples, self._namespaces, self._door.domain_of
+            ),
+            self._rechecks,
+            self._clock,
         )
 
     def _make_ledger(self, costs: CostModel) -> Ledger:
@@ -180,7 +189,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is in flight or ended unreported, or a change waits."""
-        return self._is_busy or bool(self._ended)
+        return self._loop.is_busy or self._outbox.num_ended > 0
 
     @property
     def generation(self) -> int:
@@ -198,9 +207,14 @@ class Engine:
         return self.namespace_of()
 
     @property
+    def steps(self) -> deque[StepRecord]:
+        """What the latest steps computed and when, newest last; clear it if you like."""
+        return self._loop.steps
+
+    @property
     def num_rollouts_waiting(self) -> int:
         """Changes in place that wait for requests of before them to end."""
-        return self._rollouts.num_waiting
+        return self._loop.rollouts.num_waiting
 
     @property
     def recheck_counts(self) -> RecheckCounts:
@@ -317,7 +331,7 @@ class Engine:
         Raises `ConfigError` where all that is kept together would exceed
         `max_kept_share`, and for a public prefix that is not declared.
         """
-        self._check_between_steps("keep")
+        self._loop.check_between_steps("keep")
         self._check_prefix(prefix)
         if not is_seconds(for_s) or for_s < 0:
             raise ConfigError(
@@ -334,7 +348,7 @@ class Engine:
                 f"a prefix of {len(prefix)} tokens is nobody's: no declared public one "
                 f"begins with it; declare it first, or say which tenant's it is"
             )
-        now = self._now()
+        now = self._clock.now()
         return self.cache.keep(namespace, domain, prefix, until=now + for_s, now=now)
 
     def end_session(
@@ -352,7 +366,7 @@ class Engine:
         Hints(session=session)  # says what is wrong with it
         domain = self._door.domain(self._door.owner(tenant), request_class)
         if domain is not None:
-            self.cache.end_session(domain, session, self._now())
+            self.cache.end_session(domain, session, self._clock.now())
 
     # Verbs: requests
 
@@ -387,7 +401,7 @@ class Engine:
             request_class=request_class,
             adapter=adapter,
             start_position=start_position,
-            arrival_s=self._now() if arrival_s is None else arrival_s,
+            arrival_s=self._clock.now() if arrival_s is None else arrival_s,
             hints=hints,
         )
         spec = asked.spec
@@ -419,31 +433,28 @@ class Engine:
 
         With `tenant`, a request of anybody else counts as one that has ended.
         """
-        now = self._now()
+        now = self._clock.now()
         num_cancelled = sum(
             self.scheduler.cancel(live.sample_id, now)
             for live in self._samples.of_request(check_id(request_id))
             if live.is_in_core and (tenant is None or live.tenant == tenant)
         )
-        self._settle(self.scheduler.take_events())
-        if self.scheduler.pending is None:
-            self._rollouts.make_due()
-            self._outbox.tell()
+        self._loop.catch_up()
         return num_cancelled > 0
 
     def step(self) -> tuple[Completion, ...]:
         """Run one step; return the samples that ended with it."""
-        self._advance()
-        return tuple(self._take_ended())
+        self._loop.advance()
+        return tuple(self._outbox.take_ended())
 
     def drain(self) -> list[Completion]:
         """Step until nothing is in flight; return what ended, in that order.
 
         What ended before an exception comes with the next `step` or `drain`.
         """
-        while self._is_busy:
-            self._advance()
-        return self._take_ended()
+        while self._loop.is_busy:
+            self._loop.advance()
+        return self._outbox.take_ended()
 
     def generate(
         self,
@@ -475,16 +486,16 @@ class Engine:
                     hints=hints,
                 )
                 rank[request_id] = index
-            while self._is_busy:
-                self._advance()
+            while self._loop.is_busy:
+                self._loop.advance()
         except BaseException:
-            if self._broken_by is None:
+            if self._loop.broken_by is None:
                 for request_id in rank:
                     self.cancel(request_id)
-            self._take_ended(rank)
+            self._outbox.take_ended(rank)
             raise
         return sorted(
-            self._take_ended(rank), key=lambda c: (rank[c.request_id], c.sample)
+            self._outbox.take_ended(rank), key=lambda c: (rank[c.request_id], c.sample)
         )
 
     # Verbs: what is served
@@ -497,15 +508,7 @@ class Engine:
         Raises `ConfigError` for a name that is taken (see `reload_adapter`),
         `BrokenAdapter` or `UnsupportedModel` for files that cannot be served.
         """
-        self._check_between_steps("load_adapter")
-        if any(loaded.name == name for loaded in self.adapters()):
-            raise ConfigError(
-                f"adapter {name!r} is loaded; use reload_adapter to replace it"
-            )
-        loaded, retired = self._served.load_adapter(name, path, scale)
-        self._retire(retired)
-        self._finish_change()
-        return loaded
+        return self._changes.load_adapter(name, path, scale=scale)
 
     def reload_adapter(
         self,
@@ -520,33 +523,15 @@ class Engine:
         Requests that finish keep the version they were added with; it is freed when
         the last of them ends.
         """
-        self._check_between_steps("reload_adapter", in_flight)
-        current = self._identities.adapter(name)
-        source = self._served.adapters.source(name)
-        loaded, retired = self._served.load_adapter(
-            name,
-            source if path is None else path,
-            current.scale if scale is None else scale,
+        return self._changes.reload_adapter(
+            name, path, scale=scale, in_flight=in_flight
         )
-        self._retire(retired)
-        self._in_flight.meet(in_flight, self._now(), version=current.version)
-        self._finish_change()
-        return loaded
 
     def unload_adapter(
         self, name: str, *, in_flight: InFlight = InFlight.FINISH
     ) -> None:
         """Refuse requests for an adapter from now on; free it when none is left."""
-        self._check_between_steps("unload_adapter", in_flight)
-        if in_flight is InFlight.RESTART:
-            raise ConfigError(
-                "in_flight cannot be RESTART when an adapter is unloaded: there is "
-                "nothing to begin again on; use FINISH or ABORT"
-            )
-        version = self._identities.adapter(name).version
-        self._retire(self._served.unload_adapter(name))
-        self._in_flight.meet(in_flight, self._now(), version=version)
-        self._finish_change()
+        self._changes.unload_adapter(name, in_flight=in_flight)
 
     def update_weights(
         self,
@@ -562,8 +547,7 @@ class Engine:
         Adapters stay, on top of the new weights. Raises `ConfigError` if something
         does not fit; nothing has changed then.
         """
-        self._check_between_steps("update_weights", in_flight)
-        return self._roll_out(self._served.with_weights(tensors), in_flight)
+        return self._changes.update_weights(tensors, in_flight=in_flight)
 
     def update_numerics(
         self, numerics: str, *, in_flight: InFlight = InFlight.FINISH
@@ -572,8 +556,7 @@ class Engine:
 
         Raises `NumericsError` if this build does not keep it; nothing has changed then.
         """
-        self._check_between_steps("update_numerics", in_flight)
-        return self._roll_out(self._served.with_numerics(numerics), in_flight)
+        return self._changes.update_numerics(numerics, in_flight=in_flight)
 
     def update_sharing(
         self, sharing: SharingPolicy, *, in_flight: InFlight = InFlight.FINISH
@@ -585,15 +568,7 @@ class Engine:
         What is cached stays in the domain it was published in: call `reset` where a
         tenant that leaves a group must not leave anything behind.
         """
-        self._check_between_steps("update_sharing", in_flight)
-        _check_kind("sharing", sharing, SharingPolicy, "give its fields by name")
-        now = self._now()
-        before = self._door.under(self._door.sharing)
-        self._door.sharing = sharing
-        self._identities.note_change()
-        self._in_flight.change_domains(before, in_flight, now)
-        self._finish_change()
-        return self._identities.generation
+        return self._changes.update_sharing(sharing, in_flight=in_flight)
 
     def reset(self) -> ResetReport:
         """Make everything cached unmatchable, also for requests in flight; say what is.
@@ -604,13 +579,8 @@ class Engine:
         open again.
         Repeating it does nothing more.
         """
-        self._check_between_steps("reset")
-        now = self._now()
-        num_free = self.cache.usage().num_free_blocks
-        self._namespaces.reset(now)
-        self._finish_change()
         return ResetReport(
-            num_freed_blocks=self.cache.usage().num_free_blocks - num_free,
+            num_freed_blocks=self._changes.reset(self.cache),
             num_remaining_blocks=self.cache.num_retired_blocks,
         )
 
@@ -622,7 +592,7 @@ class Engine:
         its requests share with nobody until a rollout or `reset`. A hit whose pass
         fails is not lost: it is tried again with the next call.
         """
-        self._check_between_steps("recheck")
+        self._loop.check_between_steps("recheck")
         verdict = self._rechecks.run()
         if verdict is None:
             return None
@@ -633,200 +603,16 @@ class Engine:
                 verdict.num_tokens,
                 verdict.difference,
             )
-            self._retire((verdict.namespace,))
+            self._changes.retire((verdict.namespace,))
             self._namespaces.close(verdict.namespace)
-        self._finish_change()
+        self._loop.catch_up()
         return verdict
 
-    # Private: steps
-
-    @property
-    def _is_busy(self) -> bool:
-        return self.scheduler.has_work or self._rollouts.num_waiting > 0
-
-    def _advance(self) -> None:
-        """Run one step; what ends with it is kept for whoever asks."""
-        self._check_between_steps("step")
-        try:
-            self._served.check_in_place()
-            self._rollouts.make_due()
-            if self.scheduler.has_work:
-                self._run_step()
-                self._rollouts.make_due()
-            self._outbox.tell()
-        except InvariantError as error:
-            self._broken_by = str(error)
-            raise
-
-    def _run_step(self) -> None:
-        plan = self.scheduler.schedule(self._now())
-        start = self._now()
-        result = None
-        try:
-            computed = compute(self._served.runner, plan, self._samples.embedded)
-            if computed is not None:
-                self._consider_rechecks(plan)
-                result = self._samples.sample(plan, computed, self.on_logits)
-            now = self._now()
-        except BaseException as error:
-            # Whatever it was, the next step must find no plan pending.
-            self._give_up(plan)
-            if isinstance(error, StemKVError) or not isinstance(error, Exception):
-                raise
-            _log.exception("step %d failed; its requests end", plan.step)
-            return
-        if result is None:
-            self._give_up(plan)
-            return
-        self._record(plan, start, now)
-        with self._whole("a step was interrupted while its result was taken over"):
-            self._settle(self.scheduler.commit(plan, result, now))
-
-    def _give_up(self, plan: StepPlan) -> None:
-        """End the requests of a plan that was not carried out."""
-        now = self._last_s
-        with suppress(ConfigError):  # if it is the clock that fails
-            now = self._now()
-        with self._whole("a step was interrupted while it was given up"):
-            self._settle(self.scheduler.abandon(plan, now))
-
-    def _settle(self, events: tuple[Event, ...]) -> None:
-        """Carry over what happened: to completions, and to the news of it."""
-        num_ended = len(self._ended)
-        for event in events:
-            deltas, completions = self._samples.settle(event)
-            self._outbox.put("on_event", (event,))
-            self._outbox.put("on_delta", deltas)
-            self._ended.extend(completions)
-        if self.ledger is not None:
-            self._outbox.put("on_entry", self.ledger.take_entries())
-        if len(self._ended) > num_ended:
-            self._drop_unused_adapters()
-
-    def _take_ended(self, of: Container[RequestId] | None = None) -> list[Completion]:
-        """Hand out what has ended of some requests, or of all."""
-        taken: list[Completion] = []
-        left: list[Completion] = []
-        for each in self._ended:
-            (taken if of is None or each.request_id in of else left).append(each)
-        self._ended = left
-        return taken
-
-    @contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        """Refuse to go on if what is done inside was left half done."""
-        try:
-            yield
-        except BaseException as error:
-            is_defect = isinstance(error, InvariantError)
-            self._broken_by = str(error) if is_defect else f"{what}: {error!r}"
-            raise
-
-    def _consider_rechecks(self, plan: StepPlan) -> None:
-        """Draw among the hits that this step is the first to build on."""
-        if self.config.recheck_share == 0:
-            return
-        for chunk in plan.chunks:
-            request = self.scheduler.request(chunk.request_id)
-            if request is None or request.lease is None or request.namespace is None:
-                continue
-            if chunk.start and chunk.start == request.lease.num_matched_tokens:
-                live = self._samples.get(chunk.request_id)
-                self._rechecks.consider(
-                    chunk,
-                    request.tokens,
-                    request.namespace,
-                    None if live is None else live.embedded,
-                )
-
-    def _record(self, plan: StepPlan, start: float, end: float) -> None:
-        num_decode = sum(1 for c in plan.chunks if self._is_decode(c.request_id))
-        self.steps.append(
-            StepRecord(
-                step=plan.step,
-                start_s=start,
-                end_s=end,
-                num_prefill_tokens=plan.num_tokens - num_decode,
-                num_decode_tokens=num_decode,
-            )
-        )
-
-    def _is_decode(self, request_id: RequestId) -> bool:
-        request = self.scheduler.request(request_id)
-        return request is not None and not request.is_prefilling
-
-    def _now(self) -> float:
-        now = self._clock()
-        if not is_seconds(now):
-            raise ConfigError(f"clock must give finite seconds, gave {now!r:.80}")
-        self._last_s = now
-        return now
-
-    # Private: changes
-
-    def _roll_out(self, change: Change, in_flight: InFlight) -> int:
-        """Advance the generation, fence, deal with requests, then change the state."""
-        now = self._now()
-        self._retire(self._identities.replace_base(change.base))
-        epoch = self.scheduler.fence()
-        self._in_flight.meet(in_flight, now)
-
-        def put_in_place() -> None:
-            self._rechecks.clear()
-            self._drop_unused_adapters()
-            with self._whole("a rollout was left half made"):
-                change.put_in_place()
-                self._rechecks.runner = self._served.runner
-
-        self._rollouts.add(epoch, put_in_place)
-        self._finish_change()
-        return self._identities.generation
-
-    def _retire(self, namespaces: tuple[bytes, ...]) -> None:
-        now = self._now()
-        self._namespaces.leave(namespaces)
-        for namespace in namespaces:
-            self.scheduler.retire(namespace, now)
-
-    def _finish_change(self) -> None:
-        """Settle what a change brought about, and only then tell of it."""
-        self._settle(self.scheduler.take_events())
-        self._rollouts.make_due()  # the last request of before may just have ended
-        self._drop_unused_adapters()
-        self._outbox.tell()
-
-    def _drop_unused_adapters(self) -> None:
-        """Free the versions that no name, request or waiting re-check refers to."""
-        adapters = self._served.adapters
-        if len(adapters.loras) == len(self.adapters()):
-            return
-        used = {loaded.version for loaded in self.adapters()}
-        used |= self._rechecks.adapters()
-        used |= {r.spec.adapter for r in self.scheduler.requests() if r.spec.adapter}
-        adapters.drop_unused(used)
-
-    # Private: checks
+    # Private
 
     def _check_prefix(self, prefix: TokenIds) -> None:
         _check_kind("prefix", prefix, TokenIds, "`encode` makes one")
         prefix.check_vocabulary(self.loaded.vocab_size)
-
-    def _check_between_steps(
-        self, verb: str, in_flight: InFlight = InFlight.FINISH
-    ) -> None:
-        if not isinstance(in_flight, InFlight):
-            raise ConfigError(
-                f"in_flight must be InFlight.FINISH, RESTART or ABORT, "
-                f"got {in_flight!r}"
-            )
-        if self._broken_by is not None:
-            raise InvariantError(
-                f"this engine stopped at a defect ({self._broken_by}); make a new one"
-            )
-        if self.scheduler.pending is not None or self._outbox.is_telling:
-            raise ConfigError(
-                f"{verb} was called inside on_logits or on_event; call it between steps"
-            )
 
 
 def _check_kind(field: str, value: object, kind: type, remedy: str) -> None:

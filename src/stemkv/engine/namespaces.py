@@ -54,6 +54,10 @@ class Namespaces:
         )
         return None if namespace in self._closed else namespace
 
+    def adapter_versions(self) -> dict[str, str]:
+        """Return the version that each adapter's name means now."""
+        return {each.name: each.version for each in self._identities.adapters()}
+
     def is_public(self, prefix: TokenIds) -> bool:
         """Whether a declared prefix begins with this one."""
         return any(

@@ -1,21 +1,26 @@
-"""News of requests on their way to those who listen.
+"""What has come of requests, on its way to those who wait for it.
 
 Owns the order: what is put in first is told first, to whichever listener it is for, and
 what a listener's own calls bring about comes after all that happened before them. So
-nothing that is said of one request can overtake anything else. Knows nothing of what
-the news mean.
+nothing that is said of one request can overtake anything else. Completions wait until
+somebody takes them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Literal, Protocol
 
+import torch
+
 from stemkv.core.books.entry import LedgerEntry
+from stemkv.core.books.ledger import Ledger
 from stemkv.core.schedule.events import Event
+from stemkv.core.schedule.request import RequestId
 from stemkv.engine.delta import Delta
+from stemkv.engine.samples import Completion, LiveSamples
 from stemkv.errors import InvariantError
 
 __all__ = ["Listeners", "Outbox"]
@@ -23,11 +28,13 @@ __all__ = ["Listeners", "Outbox"]
 _log = logging.getLogger(__name__)
 
 ListenerName = Literal["on_event", "on_delta", "on_entry"]
+News = Event | Delta | LedgerEntry
 
 
 class Listeners(Protocol):
     """Who listens; looked up anew for every piece of news, so it may change."""
 
+    on_logits: Callable[[RequestId, int, torch.Tensor], None] | None
     on_event: Callable[[Event], None] | None
     on_delta: Callable[[Delta], None] | None
     on_entry: Callable[[LedgerEntry], None] | None
@@ -36,9 +43,14 @@ class Listeners(Protocol):
 class Outbox:
     """First in, first out, for all listeners together."""
 
-    def __init__(self, listeners: Listeners) -> None:
+    def __init__(
+        self, listeners: Listeners, samples: LiveSamples, ledger: Ledger | None
+    ) -> None:
         self._listeners = listeners
-        self._news: deque[tuple[ListenerName, Event | Delta | LedgerEntry]] = deque()
+        self._samples = samples
+        self._ledger = ledger
+        self._news: deque[tuple[ListenerName, News]] = deque()
+        self._ended: list[Completion] = []
         self._is_telling = False
 
     @property
@@ -46,11 +58,30 @@ class Outbox:
         """Whether a listener is being called."""
         return self._is_telling
 
-    def put(
-        self, name: ListenerName, news: Iterable[Event | Delta | LedgerEntry]
-    ) -> None:
-        """Queue news for one listener."""
-        self._news.extend((name, each) for each in news)
+    @property
+    def num_ended(self) -> int:
+        """Completions that nobody has taken yet."""
+        return len(self._ended)
+
+    def settle(self, events: Iterable[Event]) -> None:
+        """Carry over what happened: to completions, and to news of it."""
+        for event in events:
+            deltas, completions = self._samples.settle(event)
+            self._news.append(("on_event", event))
+            self._news.extend(("on_delta", delta) for delta in deltas)
+            self._ended.extend(completions)
+        if self._ledger is not None:
+            entries = self._ledger.take_entries()
+            self._news.extend(("on_entry", entry) for entry in entries)
+
+    def take_ended(self, of: Container[RequestId] | None = None) -> list[Completion]:
+        """Hand out the completions of some requests, or of all."""
+        taken: list[Completion] = []
+        left: list[Completion] = []
+        for each in self._ended:
+            (taken if of is None or each.request_id in of else left).append(each)
+        self._ended = left
+        return taken
 
     def tell(self) -> None:
         """Tell all that is queued, also what comes up meanwhile.
@@ -69,7 +100,7 @@ class Outbox:
         finally:
             self._is_telling = False
 
-    def _tell(self, name: ListenerName, each: Event | Delta | LedgerEntry) -> None:
+    def _tell(self, name: ListenerName, each: News) -> None:
         listener = getattr(self._listeners, name)
         if listener is None:
             return

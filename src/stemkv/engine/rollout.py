@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.schedule.request import FinishReason, Request
 from stemkv.core.schedule.scheduler import Scheduler
@@ -70,13 +69,11 @@ class RequestsInFlight:
         self,
         scheduler: Scheduler,
         samples: LiveSamples,
-        identities: Identities,
         namespaces: Namespaces,
         domain_of: Callable[[LiveSample], Domain | None],
     ) -> None:
         self._scheduler = scheduler
         self._samples = samples
-        self._identities = identities
         self._namespaces = namespaces
         self._domain_of = domain_of
 
@@ -125,7 +122,7 @@ class RequestsInFlight:
         version = request.spec.adapter
         domain = self._domain_of(live)
         namespace = None
-        known = {each.name: each.version for each in self._identities.adapters()}
+        known = self._namespaces.adapter_versions()
         if live.adapter is None or live.adapter in known:
             version = known.get(live.adapter) if live.adapter else None
             if domain is not None:
