@@ -280,7 +280,7 @@ class CountsFromTwo(LlamaForCausalLM):
         if position_ids is None:
             position_ids = torch.arange(2, 2 + input_ids.shape[1])[None]
         embeds = self.model.embed_tokens(input_ids)
-        embeds = embeds + position_ids[..., None].sin()
+        embeds = embeds + position_ids[..., None].sin().to(embeds.dtype)
         return super().forward(
             inputs_embeds=embeds, position_ids=position_ids, **kwargs
         )
