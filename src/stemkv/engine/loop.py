@@ -125,9 +125,9 @@ class StepLoop:
 
     def _run(self) -> None:
         plan = self._scheduler.schedule(self._clock.now())
-        start = self._clock.now()
         result = None
         try:
+            start = self._clock.now()
             computed = compute(self._served.runner, plan, self._samples.embedded)
             if computed is not None:
                 self._consider_rechecks(plan)
