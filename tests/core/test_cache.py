@@ -13,6 +13,7 @@ from stemkv.core.prefix.cache import Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policy import Lru
@@ -1484,7 +1485,7 @@ def test_serving_a_long_prompt_takes_no_call_per_block() -> None:
         def act() -> None:
             acquired.append(
                 cache.acquire(
-                    NAMESPACE, ALICE, prompt, num_slots=len(text) + 1, now=1.0
+                    NAMESPACE, ALICE, prompt, Demand(num_slots=len(text) + 1), now=1.0
                 )
             )
 

@@ -31,6 +31,7 @@ from stemkv.core.check import check_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
 from stemkv.core.prefix.tree import PrefixTree
@@ -308,9 +309,9 @@ class QuotaMachine(RuleBasedStateMachine):
                 namespace,
                 domain,
                 wanted,
-                num_slots=num_slots,
-                num_spare=num_spare,
-                spares_floor=spares_floor,
+                Demand(
+                    num_slots=num_slots, num_spare=num_spare, spares_floor=spares_floor
+                ),
                 hints=hints,
                 now=self.now,
             )
@@ -326,9 +327,7 @@ class QuotaMachine(RuleBasedStateMachine):
             namespace,
             domain,
             wanted,
-            num_slots=num_slots,
-            num_spare=num_spare,
-            spares_floor=spares_floor,
+            Demand(num_slots=num_slots, num_spare=num_spare, spares_floor=spares_floor),
         )
         assert picture(self.cache) == before, "a question changed something"
         own = self.retained()[domain]

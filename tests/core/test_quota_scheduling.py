@@ -31,9 +31,11 @@ from stemkv.core import (
 from stemkv.core.books.entry import MissReason
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     RequestAborted,
     RequestFinished,
@@ -126,7 +128,7 @@ class QuotaDriver(BookedDriver):
 
     def check_nothing_is_left(self) -> None:
         """No mark outlives its node."""
-        retention = self.cache._retention
+        retention = self.cache.keeper
         assert not retention._session_of
         assert not retention._nodes_of
         assert not retention._ephemeral
@@ -458,7 +460,9 @@ def beside(seed: int, others: str, policy: str) -> tuple[list[int], list[int]]:
     quotas = QuotaConfig(
         quotas={X: Quota(floor_blocks=floor_blocks, cap_blocks=floor_blocks)}
     )
-    cache = PrefixCache(config, EvictionConfig(name=policy).make(config), quotas=quotas)
+    cache = PrefixCache(
+        config, Retention.of(EvictionConfig(name=policy).make(config), config, quotas)
+    )
     hits: list[int] = []
     losses: list[int] = []
 
@@ -474,7 +478,7 @@ def beside(seed: int, others: str, policy: str) -> tuple[list[int], list[int]]:
             NAMESPACE,
             domain,
             tokens(text).buffer,
-            num_slots=len(text),
+            Demand(num_slots=len(text)),
             hints=hints,
             now=now,
         )
@@ -534,7 +538,7 @@ class Flood:
         rng = random.Random(7)
         config = CacheConfig(num_blocks=num_blocks, block_size=4)
         quotas = QuotaConfig(quotas={X: Quota(floor_blocks=floor_blocks)})
-        self.cache = PrefixCache(config, Lru, quotas=quotas)
+        self.cache = PrefixCache(config, Retention.of(Lru, config, quotas))
         self.scheduler = Scheduler(
             SchedulerConfig(token_budget=256, max_num_running=32), self.cache, Fcfs()
         )

@@ -26,6 +26,8 @@ from stemkv.core import (
 )
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.room import Demand
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     PrefixAwaited,
@@ -504,9 +506,9 @@ def test_publishing_for_the_public_domain_itself_comes_to_an_end() -> None:
             assert self.num_published < 10, "the same blocks are published for ever"
             super().published(node_id, **how)
 
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Impatient)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Retention(Impatient))
     text = tokens(LONG).buffer
-    lease = cache.acquire(NAMESPACE, PUBLIC, text, num_slots=20, now=0.0)
+    lease = cache.acquire(NAMESPACE, PUBLIC, text, Demand(num_slots=20), now=0.0)
     assert lease is not None
 
     cache.publish(lease, text, 20, 0.0)
