@@ -424,8 +424,16 @@ def test_publishing_returns_what_it_added_and_tells_it_once() -> None:
 
     assert added == [1, 1, 0, 1, 0]
     assert cache.usage().num_published_blocks == 3
-    assert sink.events == 3 * [
-        BlocksPublished(now=3.0, namespace=NAMESPACE, domain=ALICE, num_blocks=1)
+    assert sink.events == [
+        BlocksPublished(
+            now=3.0,
+            namespace=NAMESPACE,
+            domain=ALICE,
+            block_ids=(lease.table[start],),
+            start=start,
+            parent_block_id=lease.table[start - 1] if start else None,
+        )
+        for start in range(3)
     ]
 
 
@@ -849,7 +857,9 @@ def test_evictions_are_told_with_the_owner_and_the_count() -> None:
     assert cache.evict(2, 7.0) == 2
     assert cache.evict(0, 8.0) == 0
 
-    assert sink.events == [BlocksEvicted(now=7.0, domain=BOB, num_blocks=2)]
+    assert sink.events == [
+        BlocksEvicted(now=7.0, namespace=NAMESPACE, domain=BOB, block_ids=(1, 2))
+    ]
     assert cache.usage().num_evicted_blocks == 2
 
 

@@ -120,7 +120,7 @@ class QuotaDriver(BookedDriver):
         """What is retained at the end can all be had again, by whoever may."""
         promised = self.cache.available_to(CREW) - self.cache.pool.num_free
         assert self.cache.evict(promised, self._tick(), domain=CREW) >= promised
-        kept = {order.namespace for order in self.cache._keeps}
+        kept = {order.namespace for order in self.cache.residency.standing._keeps}
         for namespace in sorted({*self.cache.tree.roots(), *kept}):
             self.cache.retire(namespace, self._tick())
         super().check_baseline()
@@ -136,7 +136,7 @@ class QuotaDriver(BookedDriver):
         assert not retention._kept_until
         assert not retention._awaited
         assert not retention._stock_of
-        assert not self.cache._keeps
+        assert not self.cache.residency.standing._keeps
 
 
 def quotas_of(rng: random.Random, num_blocks: int) -> QuotaConfig:

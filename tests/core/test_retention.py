@@ -1153,8 +1153,8 @@ def test_marks_and_policies_forget_what_is_gone(policy: str, quotas: bool) -> No
         retention._kept_until,
         retention._awaited,
         retention._stock_of,
-        cache._keeps,
-        cache._key_spaces,
+        cache.residency.standing._keeps,
+        cache.residency._keys._spaces,
     ):
         assert not marks
     for stock in (retention._common, *retention._stocks.values()):

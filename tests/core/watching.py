@@ -7,15 +7,19 @@ at the whole queue, and asks for every single block whether another one had to g
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC
 from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node
 from stemkv.core.prefix.watcher import Watcher
+from stemkv.core.retention.policy.base import EvictionPolicy
+from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.retention.retention import Retention
 
 __all__ = ["WatchedCache"]
 
@@ -26,8 +30,15 @@ Rank = tuple[int, float]
 class WatchedCache(PrefixCache):
     """Checks the order in which tail blocks of leaves go: tiers first, then places."""
 
-    def __init__(self, *args: Any, has_spans: bool = False, **kw: Any) -> None:
-        super().__init__(*args, **kw)
+    def __init__(
+        self,
+        config: CacheConfig,
+        make_policy: Callable[[], EvictionPolicy],
+        *,
+        quotas: QuotaConfig | None = None,
+        has_spans: bool = False,
+    ) -> None:
+        super().__init__(config, Retention.of(make_policy, config, quotas))
         # A cut never parts a span's first positions, so it may take blocks too early.
         self._is_exact = not has_spans
         self.went: Counter[int] = Counter()  # blocks evicted, by rank

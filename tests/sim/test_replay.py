@@ -537,7 +537,7 @@ TAMPERS: dict[str, Tamper] = {
     "evicted by the cache": lambda loop: setattr(
         loop._replicas[0].cache,
         "_num_evicted",
-        loop._replicas[0].cache._num_evicted + 1,
+        loop._replicas[0].cache.residency.num_evicted + 1,
     ),
     "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
     "a prefix": lambda loop: [

@@ -327,10 +327,11 @@ class PrefixCache:
         _check_live(lease)
         check_now(now)
         index, offset = divmod(position, self.config.block_size)
-        if not lease.num_published_blocks <= index < len(lease.table):
+        if index < lease.num_published_blocks:
+            raise InvariantError(f"write at {position} into a published block")
+        if index >= len(lease.table):
             raise InvariantError(
-                f"write at {position}: blocks {lease.num_published_blocks} to "
-                f"{len(lease.table) - 1} of the table can be written"
+                f"write at {position} behind a table of {len(lease.table)} blocks"
             )
         source = lease.table[index]
         if self.pool.ref_count(source) == 1:
