@@ -36,9 +36,10 @@ from stemkv.core.books.ledger import Ledger
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.keeper import Waiting
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy, Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES, common_prefix_bytes
-from stemkv.core.retention.lookahead import Waiting
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import (
     Event,
@@ -62,6 +63,7 @@ from stemkv.core.schedule.request import (
 )
 from stemkv.core.schedule.service import Service
 from stemkv.core.schedule.sessions import SessionConfig, SessionGate
+from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.errors import (
     ConfigError,
     DuplicateRequest,
@@ -84,7 +86,7 @@ class Scheduler:
     Takes over the cache's event sink; events of cache and requests come out of
     `commit` and `take_events` in the order they happened. `costs` predict how long a
     step takes, which only `step_time_s` asks for. With `sessions` only so many sessions
-    run at once.
+    run at once. `ledger` is told of requests; it watches the cache by itself.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Scheduler:
         *,
         costs: CostModel | None = None,
         sessions: SessionConfig | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if config.step_time_s is not None and costs is None:
             raise ConfigError(
@@ -104,10 +107,12 @@ class Scheduler:
             )
         self.config = config
         self.cache = cache
+        self.ledger = ledger
         self.service = Service()
         self._costs = costs
         self._order = order
-        self._matches = cache.keep_matches()
+        self._matches = WaitingMatches(cache.tree)
+        cache.watch(self._matches)
         order.watch(self._matches)
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by arrival
@@ -297,8 +302,8 @@ class Scheduler:
         self._enter_epoch(request)
         self._enqueue(request)
         request.waits.now_for(WaitReason.QUEUE, now)
-        if self.cache.ledger is not None:
-            self.cache.ledger.restarted(request_id)
+        if self.ledger is not None:
+            self.ledger.restarted(request_id)
         self._events.append(
             RequestRestarted(
                 now=now, request_id=request_id, num_discarded_tokens=num_output
@@ -721,10 +726,7 @@ class Scheduler:
             request.namespace,
             request.spec.domain,
             request.tokens,
-            num_slots=request.num_tokens,
-            num_spare=self._num_spare_blocks(),
-            num_retained=self._num_retained_least(),
-            spares_floor=self._spares_floor(request.spec.domain),
+            self._demand(request),
             owner=request.spec.owner,
             hints=request.spec.hints,
             now=now,
@@ -759,8 +761,8 @@ class Scheduler:
         self._order.start(request)
         self._count_backlog(request)
         request.waits.now_for(None, now)
-        if self.cache.ledger is not None:
-            self._book_lookup(self.cache.ledger, request, lease, now)
+        if self.ledger is not None:
+            self._book_lookup(self.ledger, request, lease, now)
         self._run(request, _num_places(request))
         _count_matched(request, lease.num_matched_tokens, copied)
         if request.first_scheduled_s is None:
@@ -828,8 +830,16 @@ class Scheduler:
                 longest = max(longest, same)
         return longest // TOKEN_BYTES
 
+    def _demand(self, request: Request) -> Demand:
+        return Demand(
+            num_slots=request.num_tokens,
+            num_spare=self._num_spare_blocks(),
+            num_retained=self._num_retained_least(),
+            spares_floor=self._spares_floor(request.spec.domain),
+        )
+
     def _book_stall(self, request: Request, now: float) -> None:
-        ledger = self.cache.ledger
+        ledger = self.ledger
         if ledger is None or ledger.is_stalled(request.request_id):
             return
         cache = self.cache
@@ -840,10 +850,7 @@ class Scheduler:
                 request.namespace,
                 request.spec.domain,
                 request.tokens,
-                num_slots=request.num_tokens,
-                num_spare=self._num_spare_blocks(),
-                num_retained=self._num_retained_least(),
-                spares_floor=self._spares_floor(request.spec.domain),
+                self._demand(request),
             ),
             num_active=cache.num_active_blocks,
             num_shared=cache.tree.num_pinned_blocks,
@@ -1062,8 +1069,8 @@ class Scheduler:
             num_added = self.cache.publish(
                 lease, request.tokens, request.num_computed, now
             )
-            if num_added and self.cache.ledger is not None:
-                self.cache.ledger.left_blocks(request.request_id, num_added)
+            if num_added and self.ledger is not None:
+                self.ledger.left_blocks(request.request_id, num_added)
         if request.is_cancelled:
             self._stop_running(request, now)
             self._abort(request, FinishReason.CANCELLED, now)
@@ -1228,8 +1235,8 @@ class Scheduler:
     def _let_go(self, request: Request, now: float) -> None:
         root = request.spec.request_id
         request.waits.now_for(None, now)
-        if self.cache.ledger is not None:
-            self._book_end(self.cache.ledger, request, now)
+        if self.ledger is not None:
+            self._book_end(self.ledger, request, now)
         del self._requests[request.request_id]
         self._leave_epoch(request)
         self._num_in_flight[root] -= 1
