@@ -59,7 +59,7 @@ class BookedDriver(Driver):
         )
         self.keeper = Keeper(self.scheduler)
         if is_booked:
-            self.cache.ledger = self.ledger
+            self.cache.ledger = self.scheduler._lives.journal.ledger = self.ledger
 
     @property
     def entries(self) -> list[LedgerEntry]:
