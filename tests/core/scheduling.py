@@ -43,6 +43,7 @@ from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.blocks import BlockState
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.tokens import TOKEN_BYTES, Span
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -408,7 +409,7 @@ class Driver:
         self.now = 0.0
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
         if make_cache is None:
-            self.cache = PrefixCache(cache_config, Lru)
+            self.cache = PrefixCache(cache_config, Retention(Lru))
         else:
             self.cache = make_cache(cache_config)
         self.config = SchedulerConfig(

@@ -35,6 +35,7 @@ from stemkv.core.prefix.blocks import BlockState
 from stemkv.core.prefix.cache import Peek
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy, Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
 from stemkv.errors import DoubleRelease, PromptTooLong
@@ -206,8 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
                 namespace,
                 domain,
                 wanted,
-                num_slots=num_slots,
-                num_spare=num_spare,
+                Demand(num_slots=num_slots, num_spare=num_spare),
                 now=self.now,
             )
 

@@ -39,6 +39,7 @@ from stemkv.core import (
 from stemkv.core.books.cost import StepShape
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.order.keys import by_cached
 from stemkv.core.schedule.order.queue import RequestQueue
 from stemkv.core.schedule.order.ranking import Ranking, request_of
@@ -90,8 +91,8 @@ class Load:
         self.ledger = Ledger(BLOCK, self.costs)
         cache = PrefixCache(
             CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK),
-            Lru,
-            ledger=self.ledger,
+            Retention(Lru),
+            watchers=(self.ledger,),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -102,6 +103,7 @@ class Load:
             cache,
             self.order.make(self.costs),
             costs=self.costs,
+            ledger=self.ledger,
         )
         self.now = 0.0
         self.numbers = count()
@@ -566,7 +568,10 @@ def test_admission_leaves_what_is_to_stay_retained() -> None:
         )
         load = Load(config_of("fcfs"), num_blocks=30)
         load.scheduler = Scheduler(
-            config, load.scheduler.cache, config_of("fcfs").make(COSTS)
+            config,
+            load.scheduler.cache,
+            config_of("fcfs").make(COSTS),
+            ledger=load.ledger,
         )
         author = Author(19)
         load.add(author.new(14 * BLOCK))
@@ -729,6 +734,6 @@ def test_deadlines_need_limits_and_costs() -> None:
 
 
 def test_a_limit_of_time_needs_costs() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=4), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=4), Retention(Lru))
     with pytest.raises(ConfigError, match="step_time_s needs a cost model"):
         Scheduler(SchedulerConfig(step_time_s=0.1), cache, OrderConfig().make())

@@ -165,7 +165,8 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     block_size = cache.config.block_size
     check_pool(cache.pool)
     check_tree(cache.tree, block_size)
-    check_retention(cache._retention, cache.tree)
+    if isinstance(cache.keeper, Retention):
+        check_retention(cache.keeper, cache.tree)
     _check_public(cache)
     in_tree: Counter[int] = Counter()
     for node in cache.tree.nodes():
@@ -325,15 +326,14 @@ def _check_marks(retention: Retention, nodes: Mapping[int, Node]) -> None:
 
 def _check_public(cache: PrefixCache) -> None:
     """No more is public than was budgeted (I37)."""
-    quotas = cache._retention.quotas
-    if quotas is None:
+    budget = cache.keeper.public_budget
+    if budget is None:
         return
     num_public = sum(
         node.num_blocks
         for node in cache.tree.nodes()
         if node.domain == PUBLIC and not node.root().is_retired
     )
-    budget = quotas.config.public_blocks
     _require(num_public <= budget, f"{num_public} blocks are public, budget {budget}")
 
 

@@ -6,10 +6,9 @@ memory. Knows no order beyond telling it the answer.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import PrefixAwaited
 from stemkv.core.schedule.lives import Lives
@@ -18,13 +17,6 @@ from stemkv.core.schedule.request import Request
 from stemkv.core.schedule.step import Step
 
 __all__ = ["Admission"]
-
-
-class _Demand(TypedDict):
-    num_slots: int
-    num_spare: int
-    num_retained: int
-    spares_floor: bool
 
 
 class Admission:
@@ -75,7 +67,7 @@ class Admission:
             request.namespace,
             request.spec.domain,
             request.tokens,
-            **demand,
+            demand,
             owner=request.spec.owner,
             hints=request.spec.hints,
             now=now,
@@ -112,17 +104,17 @@ class Admission:
             lives.outbox.put(PrefixAwaited(now=now, request_id=request.request_id))
         return True
 
-    def _note_stall(self, request: Request, demand: _Demand, now: float) -> None:
+    def _note_stall(self, request: Request, demand: Demand, now: float) -> None:
         lives = self._lives
 
         def num_missing() -> int:
             return lives.cache.num_missing_blocks(
-                request.namespace, request.spec.domain, request.tokens, **demand
+                request.namespace, request.spec.domain, request.tokens, demand
             )
 
         lives.journal.stalled(request, lives.cache, lives.running.all, num_missing, now)
 
-    def _demand(self, request: Request) -> _Demand:
+    def _demand(self, request: Request) -> Demand:
         """What a start takes, and what it leaves to those who run already.
 
         Alone, a request may use everything.
@@ -130,7 +122,7 @@ class Admission:
         config, domain = self._config, request.spec.domain
         running = self._lives.running.all
         spare = int(config.watermark * self._lives.cache.pool.num_total)
-        return _Demand(
+        return Demand(
             num_slots=request.num_tokens,
             # So that running requests can grow a while.
             num_spare=max(1, spare) if running else 0,

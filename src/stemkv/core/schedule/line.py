@@ -12,6 +12,7 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.schedule.journal import Journal
 from stemkv.core.schedule.order.base import Order
 from stemkv.core.schedule.request import Request, RequestId, RequestState
+from stemkv.core.schedule.waiting import WaitingMatches
 
 __all__ = ["Line"]
 
@@ -21,9 +22,10 @@ class Line:
 
     def __init__(self, order: Order, cache: PrefixCache, journal: Journal) -> None:
         self.order = order
-        self.matches = cache.keep_matches()
+        self.matches = WaitingMatches(cache.tree)
         self._block_size = cache.config.block_size
         self._journal = journal
+        cache.watch(self.matches)
         order.watch(self.matches)
 
     def __len__(self) -> int:

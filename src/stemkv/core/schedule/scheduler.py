@@ -32,8 +32,8 @@ from stemkv.core.books.cost import CostModel
 from stemkv.core.books.ledger import Ledger
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
-from stemkv.core.retention.lookahead import Waiting
 from stemkv.core.schedule.admission import Admission
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import Event
@@ -69,7 +69,8 @@ class Scheduler:
     Takes over the cache's event sink; events of cache and requests come out of
     `commit` and `take_events` in the order they happened. `costs` predict how long a
     step takes, which only `step_time_s` asks for. With `sessions` only so many sessions
-    run at once. A `ledger` hears of each lookup, stall and end; by default the cache's.
+    run at once. A `ledger` hears of each lookup, stall and end; the cache it watches
+    itself.
     """
 
     def __init__(
@@ -85,8 +86,6 @@ class Scheduler:
         self.config = config
         self.cache = cache
         limit = _time_limit(config, costs)
-        if ledger is None:
-            ledger = cache.ledger
         lives = Lives(config, cache, order, ledger=ledger, sessions=sessions)
         self._lives = lives
         self._admission = Admission(config, lives)
