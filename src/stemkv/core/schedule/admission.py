@@ -76,8 +76,6 @@ class Admission:
             self._note_stall(request, demand, now)
             self._cannot_start(pick, WaitReason.MEMORY, now)
             return False
-        if lease.copy is not None:
-            step.copies.append(lease.copy)
         lives.start(request, lease, now)
         return True
 

@@ -337,7 +337,8 @@ class Scheduler:
         request = self._lives.get(request_id)
         if request is None or not _can_coast(request):
             return 0
-        num_slots = len(request.held.table) * self.cache.config.block_size
+        size, table = self.cache.config.block_size, request.held.table
+        num_slots = len(table) * size
         num_steps = min(
             len(tokens) // TOKEN_BYTES,
             num_slots - request.num_computed - 1,
@@ -345,6 +346,8 @@ class Scheduler:
         )
         if num_steps <= 0:
             return 0
+        if self.cache.pool.ref_count(table[request.num_computed // size]) > 1:
+            return 0  # its block must be copied first, which only a plan can say
         told = tokens[: num_steps * TOKEN_BYTES]
         self._lives.coasting.begin(request, told, self._lives.num_plans)
         self._lives.running.sleep(request)

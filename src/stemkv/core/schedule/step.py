@@ -97,6 +97,10 @@ class Step:
             raise InvariantError(f"request {request.request_id} has nothing to compute")
         is_last = end == request.num_tokens
         known = self.chunks.get(request.request_id)
+        if known is None and request.held.copy is not None:
+            # With the chunk that needs it, and not before: if the pass fails, whoever
+            # depends on the copy is aborted with the plan.
+            self.copies.append(request.held.copy)
         self.chunks[request.request_id] = Chunk(
             request_id=request.request_id,
             start=start,
