@@ -385,8 +385,9 @@ def ordering_us(num_waiting: int, *, num_steps: int) -> tuple[float, float]:
         on_end=lambda request_id, now: None,
     )
     scheduler = replica.scheduler
-    matches = scheduler._matches
-    watched = scheduler._matches = watch.of(matches)
+    line = scheduler._lives.line
+    matches = line.matches
+    watched = line.matches = watch.of(matches)
     audience = replica.cache.residency.audience
     for event in audience.__slots__:
         hooks = [

@@ -60,7 +60,7 @@ class BookedDriver(Driver):
         self.keeper = Keeper(self.scheduler)
         if is_booked:
             self.cache.watch(self.ledger)
-            self.scheduler.ledger = self.ledger
+            self.scheduler._lives.journal.ledger = self.ledger
 
     @property
     def entries(self) -> list[LedgerEntry]:

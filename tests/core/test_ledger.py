@@ -300,7 +300,7 @@ def test_a_prompt_that_ends_in_a_span_ends_before_it() -> None:
 
     assert scheduler.cache.tree.num_blocks == 4, "all of it is there"
     assert plan.chunks[0].start == 2
-    ledger = scheduler.ledger
+    ledger = scheduler._lives.journal.ledger
     assert ledger is not None
     entry = ledger.entry("again")
     assert entry is not None

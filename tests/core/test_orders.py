@@ -384,7 +384,7 @@ def test_everybody_ends_under_arrivals_aborts_and_memory_pressure(
         if live and chance.random() < 0.1:
             load.scheduler.cancel(RequestId(chance.choice(live)), load.now)
         if load.scheduler.has_work:
-            oldest = load.scheduler._running[0] if load.scheduler._running else None
+            oldest = next(iter(load.scheduler._lives.running.all), None)
             plan = load.step()
             assert plan.chunks or not load.scheduler.has_work
             check_scheduler(load.scheduler)
@@ -496,7 +496,7 @@ def test_followers_go_on_by_themselves_when_their_leader_ends(
         load.step()  # 448 of its 490 tokens
     # The rest of it leaves room in the step, so the other one is looked at, and held.
     plan = scheduler.schedule(load.now)
-    assert list(scheduler._holds) == [follower]
+    assert list(scheduler._lives.followers.holds) == [follower]
 
     if end == "failed":
         scheduler.abandon(plan, load.now)
@@ -505,7 +505,7 @@ def test_followers_go_on_by_themselves_when_their_leader_ends(
             scheduler.cancel(RequestId(leader), load.now)
         samples = {RequestId(leader): (Sample(7),)}
         scheduler.commit(plan, StepResult(samples), load.now)
-    assert not scheduler._holds
+    assert not scheduler._lives.followers.holds
     load.run()
 
     ended = {entry.request_id: entry.finish_reason for entry in load.entries}

@@ -1066,7 +1066,7 @@ def test_an_abandoned_decode_leaves_no_half_written_block() -> None:
     driver.step()
     plan = driver.schedule()
     assert len(plan.copies) == 1
-    driver.runner.execute(plan, num_chunks=1)
+    driver.runner.fail(plan, 1)
 
     driver.abandon(plan)
 
