@@ -591,7 +591,8 @@ class Driver:
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Event, ...]:
         events = self.scheduler.commit(plan, result, self._tick())
         for chunk in plan.chunks:
-            self.num_executed[chunk.request_id] += chunk.num_tokens
+            if chunk.request_id not in result.failed:
+                self.num_executed[chunk.request_id] += chunk.num_tokens
         self._note(events)
         return events
 

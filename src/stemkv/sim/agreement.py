@@ -179,7 +179,7 @@ class _Repetition:
                 repeated = PlanRecord.of(plan, self._scheduler)
                 compared.append(("plan", call.plan, repeated))
             case Committed():
-                result = StepResult(call.samples)
+                result = StepResult(call.samples, call.failed)
                 events = self._scheduler.commit(self._pending(), result, call.now)
                 state = CoreState.of(self._scheduler)
                 compared.append(("state", call.state, state))

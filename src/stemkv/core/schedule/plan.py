@@ -72,9 +72,10 @@ class StepResult:
     """What a driver hands back for a plan.
 
     For every chunk with `num_samples > 0`: that many samples, sample `k` continuing
-    the request `child_id(request_id, k)`.
+    the request `child_id(request_id, k)`. Those in `failed` are requests of the plan
+    whose chunk could not be computed: they need no samples and are aborted, and nothing
+    of that chunk is published.
     """
 
     samples: Mapping[RequestId, tuple[Sample, ...]]
-    # Requests of the plan whose chunk could not be computed; they have no samples.
     failed: frozenset[RequestId] = frozenset()

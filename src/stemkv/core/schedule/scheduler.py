@@ -206,9 +206,13 @@ class Scheduler:
     ) -> tuple[Event, ...]:
         """Apply the result of the pending plan; return what happened since the last.
 
-        Whole blocks computed by it become matchable now, not before.
+        Whole blocks computed by it become matchable now, not before. A result that
+        does not fit the plan raises `InvariantError` and changes nothing: the plan is
+        pending still.
         """
-        self._take_pending(plan)
+        self._check_pending(plan)
+        self._results.check(plan, result)
+        self._pending = None
         self._results.apply(plan, result, now)
         return self.take_events()
 
@@ -218,7 +222,8 @@ class Scheduler:
         Its requests are aborted and nothing it should have computed is published;
         blocks published by earlier steps stay. All other requests go on.
         """
-        self._take_pending(plan)
+        self._check_pending(plan)
+        self._pending = None
         self._results.give_up(plan, now)
         return self.take_events()
 
@@ -384,11 +389,10 @@ class Scheduler:
         if self._pending is not None:
             raise InvariantError(f"{verb} while step {self._pending.step} is pending")
 
-    def _take_pending(self, plan: StepPlan) -> None:
-        if self._pending is None or plan.step != self._pending.step:
+    def _check_pending(self, plan: StepPlan) -> None:
+        if self._pending is None or plan is not self._pending:
             expected = "none" if self._pending is None else self._pending.step
             raise InvariantError(f"step {plan.step} is not the pending one: {expected}")
-        self._pending = None
 
     def _check_size(self, spec: RequestSpec) -> None:
         """Refuse what could never run, with the numbers."""
