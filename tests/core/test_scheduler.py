@@ -1665,6 +1665,23 @@ def test_a_failed_chunk_takes_nothing_from_those_who_share_its_prefix() -> None:
     driver.finish()
 
 
+def test_one_token_that_a_preemption_left_to_compute_is_no_decode() -> None:
+    # Blocks of one token: all that the younger one computed is published, and found.
+    driver = Driver(block_size=1, num_blocks=9)
+    driver.add("old", "ab", max_new_tokens=4)
+    driver.add("young", "ba", max_new_tokens=4)
+    driver.run_until(RequestPreempted)
+    plan = driver.run_until(RequestAdmitted)
+
+    admitted = of_type(driver.events, RequestAdmitted)[-1]
+    assert (admitted.request_id, admitted.is_resumed) == ("young", True)
+    (chunk,) = (c for c in plan.chunks if c.request_id == "young")
+    assert chunk.num_tokens == 1
+    assert not chunk.is_decode
+    assert next(c for c in driver.step().chunks).is_decode
+    driver.finish()
+
+
 def test_steps_are_numbered_and_carry_their_time() -> None:
     driver = Driver()
     driver.add("r", "abc", max_new_tokens=3)
