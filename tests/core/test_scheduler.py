@@ -5,7 +5,9 @@ Every `Driver.step` also checks plan, cache and virtual KV; see `scheduling.py`.
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -1678,7 +1680,77 @@ def test_one_token_that_a_preemption_left_to_compute_is_no_decode() -> None:
     (chunk,) = (c for c in plan.chunks if c.request_id == "young")
     assert chunk.num_tokens == 1
     assert not chunk.is_decode
-    assert next(c for c in driver.step().chunks).is_decode
+    assert driver.plans[1].chunks[0].is_decode
+    driver.finish()
+
+
+BAD_TIMES = [math.nan, math.inf, "1", None, True, -1.0]
+
+
+@pytest.mark.parametrize("bad", BAD_TIMES)
+@pytest.mark.parametrize(
+    "verb", ["schedule", "commit", "abandon", "cancel", "restart", "retire"]
+)
+def test_a_time_that_is_none_or_goes_back_is_refused_and_changes_nothing(
+    verb: str, bad: Any
+) -> None:
+    driver = Driver()
+    request_id = driver.add("r", "abc").request_id
+    driver.step()
+    scheduler, plan = driver.scheduler, None
+    if verb in ("commit", "abandon"):
+        plan = driver.schedule()
+    before = driver.describe(), driver.cache.usage()
+    calls: dict[str, Callable[[], object]] = {
+        "schedule": lambda: scheduler.schedule(bad),
+        "commit": lambda: scheduler.commit(plan, driver.runner.execute(plan), bad),  # type: ignore[arg-type]
+        "abandon": lambda: scheduler.abandon(plan, bad),  # type: ignore[arg-type]
+        "cancel": lambda: scheduler.cancel(request_id, bad),
+        "restart": lambda: scheduler.restart(request_id, NAMESPACE, None, bad),
+        "retire": lambda: scheduler.retire(NAMESPACE, bad),
+    }
+
+    with pytest.raises(RequestError, match="now must") as refusal:
+        calls[verb]()
+
+    assert refusal.value.field == "now"
+    assert scheduler.pending is plan
+    assert (driver.describe(), driver.cache.usage()) == before
+    if plan is not None:
+        driver.execute_and_commit(plan)
+    driver.finish()
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda s: s.add("hello"), "spec"),
+        (lambda s: s.check(None), "spec"),
+        (lambda s: s.cancel("r", 9.0, reason="tired"), "reason"),
+        (lambda s: s.restart("nobody", NAMESPACE, None, 9.0), "request_id"),
+        (lambda s: s.restart("r", "text", None, 9.0), "namespace"),
+        (lambda s: s.restart("r", NAMESPACE, None, 9.0, domain="a"), "domain"),
+        (lambda s: s.cut_off("nobody"), "request_id"),
+        (lambda s: s.retire("text", 9.0), "namespace"),
+        (lambda s: s.lift_fence("1"), "epoch"),
+        (lambda s: s.skip(1.5), "num_steps"),
+        (lambda s: s.coast("r", bytearray(4)), "tokens"),
+        (lambda s: s.coast("r", bytes(5)), "tokens"),
+    ],
+)
+def test_wrong_types_are_refused_at_the_door(
+    call: Callable[[Any], object], field: str
+) -> None:
+    driver = Driver()
+    driver.add("r", "abc")
+    driver.step()
+    before = driver.describe(), driver.cache.usage()
+
+    with pytest.raises(RequestError) as refusal:
+        call(driver.scheduler)
+
+    assert refusal.value.field == field
+    assert (driver.describe(), driver.cache.usage()) == before
     driver.finish()
 
 

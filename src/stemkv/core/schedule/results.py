@@ -25,6 +25,8 @@ class Results:
 
     def check(self, plan: StepPlan, result: StepResult) -> None:
         """Raise `InvariantError` unless the whole of a result fits its plan."""
+        if not isinstance(result, StepResult):
+            raise InvariantError(f"not a StepResult: {type(result).__name__}")
         planned = {chunk.request_id for chunk in plan.chunks}
         strangers = sorted(map(str, (result.samples.keys() | result.failed) - planned))
         if strangers:
@@ -49,8 +51,7 @@ class Results:
         """Take what a plan's forward pass computed and sampled."""
         lives = self._lives
         lives.coasting.committed(1)
-        cancelled = [each for each in lives.coasting.requests() if each.is_cancelled]
-        for each in self._in_order(plan, cancelled):
+        for each in self._in_order(plan, lives.coasting.take_cancelled()):
             if isinstance(each, Chunk):
                 self._take_chunk(each, result, now)
             else:
@@ -59,6 +60,7 @@ class Results:
     def give_up(self, plan: StepPlan, now: float) -> None:
         """Abort everybody for whom a plan's failed forward pass computed something."""
         lives = self._lives
+        lives.coasting.take_cancelled()  # among all who coast
         for each in self._in_order(plan, lives.coasting.requests()):
             request = lives[each.request_id] if isinstance(each, Chunk) else each
             lives.abort(request, _reason_of_failed(request), now)
