@@ -1505,6 +1505,7 @@ def test_a_failed_admission_changes_nothing() -> None:
         usage,
         num_free_blocks=usage.num_free_blocks - 1,
         num_active_blocks=usage.num_active_blocks + 1,
+        num_active_tokens=usage.num_active_tokens + 1,
         peak_active_blocks=usage.peak_active_blocks + 1,
     )
     driver.finish()

@@ -533,8 +533,8 @@ TAMPERS: dict[str, Tamper] = {
     "retained": lambda loop: _account(loop, "retained_block_s", 1.0),
     "stall of a tenant": lambda loop: _account(loop, "stall_s", 1.0),
     "evicted by the cache": lambda loop: setattr(
-        loop._replicas[0].cache,
-        "_num_evicted",
+        loop._replicas[0].cache.residency,
+        "num_evicted",
         loop._replicas[0].cache.residency.num_evicted + 1,
     ),
     "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),

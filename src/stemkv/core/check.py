@@ -9,10 +9,11 @@ of `docs/invariants.md`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from stemkv.core.prefix.blocks import BlockPool, BlockState
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.holds import BlockHolds
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES
@@ -25,6 +26,7 @@ from stemkv.errors import InvariantError
 
 __all__ = [
     "check_cache",
+    "check_holds",
     "check_pool",
     "check_quotas",
     "check_retention",
@@ -205,6 +207,30 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     total = usage.num_free_blocks + usage.num_active_blocks + usage.num_cached_blocks
     _equal("free + active + cached", total, usage.num_total_blocks)
     _require(usage.peak_active_blocks >= usage.num_active_blocks, "peak is too low")
+
+
+def check_holds(holds: BlockHolds, held: Set[int]) -> None:
+    """Tree and retention agree with what another pool says is held: `held` (I4, I8)."""
+    tree = holds.tree
+    check_tree(tree, tree.block_size)
+    if isinstance(holds.residency.keeper, Retention):
+        check_retention(holds.residency.keeper, tree)
+    node_of = {each: node for node in tree.nodes() for each in node.block_ids}
+    _equal("blocks in nodes", sum(n.num_blocks for n in tree.nodes()), len(node_of))
+    _equal("nodes of blocks", holds._node_of, node_of)
+    _equal("held blocks", holds._held, set(held) & set(node_of))
+    needed = {
+        step.id: step for block_id in holds._held for step in node_of[block_id].path()
+    }
+    _equal("pinned nodes", {n.id for n in tree.nodes() if n.ref_count}, set(needed))
+    for node in needed.values():
+        is_last = not any(
+            child.id in needed for kind in node.children.values() for child in kind
+        )
+        _require(
+            not is_last or node.block_ids[-1] in holds._held,
+            f"node {node.id} pins a tail that nobody holds",
+        )
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

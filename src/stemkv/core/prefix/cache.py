@@ -392,7 +392,7 @@ class PrefixCache:
         if lease.copy_source is not None:
             raise InvariantError("fork of a lease whose copy has not run yet")
         if lease.node is not None:
-            self.residency.pin(lease.node, (), lease.caller, now)
+            self.residency.pin(lease.node, now)
         self.pool.retain(lease.table.ids(lease.num_published_blocks))
         twin = lease.twin()
         self._leases[twin] = None
@@ -566,11 +566,13 @@ class PrefixCache:
             if partial is not None:
                 partial = PartialBlock(lower, 0, partial.num_tokens)
         path = node.path()
-        self.residency.pin(node, path, lease.caller, now)
+        self.residency.pin(node, now)
+        self.residency.use(path, lease.caller, now)
         if partial is not None:
             # What is above both is used once.
             beyond = [step for step in partial.node.path() if step not in path]
-            self.residency.pin(partial.node, beyond, lease.caller, now)
+            self.residency.pin(partial.node, now)
+            self.residency.use(beyond, lease.caller, now)
         lease.node = node
         return partial
 
@@ -591,7 +593,7 @@ class PrefixCache:
         stop = self._blocks_of_one_table(lease, stop, tokens)
         if stop == start:
             return 0
-        offered = Publication(
+        run = Publication(
             namespace=namespace,
             domain=domain,
             caller=lease.caller,
@@ -600,10 +602,10 @@ class PrefixCache:
             block_ids=lease.table.ids(start, stop),
             now=now,
         )
-        lease.node, num_blocks = self.residency.publish(node, offered, lease.keys)
-        self.pool.publish(offered.block_ids[:num_blocks])
-        lease.num_published_blocks = start + num_blocks
-        return num_blocks
+        lease.node = self.residency.publish(node, run, lease.keys)
+        self.pool.publish(run.block_ids)
+        lease.num_published_blocks = run.stop
+        return len(run.block_ids)
 
     def _blocks_of_one_table(self, lease: Lease, end: int, tokens: bytes) -> int:
         """Return up to where the lease's blocks are its own, and may be published.
@@ -629,7 +631,8 @@ class PrefixCache:
         if num_same < child.num_blocks:
             child = self.residency.split(child, num_same, now)
         own = lease.table.ids(start, start + num_same)
-        self.residency.pin_child(child, lease.caller, now)
+        self.residency.pin_child(child, now)
+        self.residency.use((child,), lease.caller, now)
         lease.table.replace(start, child.block_ids)
         lease.node = child
         lease.num_published_blocks = start + num_same

@@ -15,13 +15,14 @@ from stemkv.errors import RequestError, TokenOutOfRange
 __all__ = ["check_domain", "check_namespace", "check_now", "token_buffer"]
 
 _NAMESPACE_BYTES = 32  # SHA-256
+_INF = math.inf
 
 
 def token_buffer(tokens: bytes | TokenIds) -> bytes:
     """Return the buffer of token ids, 4 bytes each."""
-    if isinstance(tokens, TokenIds):
-        return tokens.buffer
     if not isinstance(tokens, bytes):
+        if isinstance(tokens, TokenIds):
+            return tokens.buffer
         raise TokenOutOfRange(
             f"tokens must be TokenIds or their bytes, got {type(tokens).__name__}; "
             f"TokenIds.from_ids and from_buffer convert",
@@ -59,10 +60,12 @@ def check_domain(domain: object) -> None:
 
 def check_now(now: object) -> None:
     """Refuse a time that is no finite number: all order in time would be lost."""
+    if type(now) is float and -_INF < now < _INF:
+        return  # nearly always
     if (
         not isinstance(now, int | float)
         or isinstance(now, bool)
-        or not -math.inf < now < math.inf
+        or not -_INF < now < _INF
     ):
         raise RequestError(
             f"now must be finite seconds on your clock, got {now!r:.80}", field="now"

@@ -154,20 +154,23 @@ class Residency:
             hear(upper, node, now)
         return upper
 
-    def pin(self, node: Node, used: Iterable[Node], caller: Caller, now: float) -> None:
-        """Hold a node and all above it; `used` of those are reused by the caller."""
+    def pin(self, node: Node, now: float) -> None:
+        """Hold a node and all above it."""
         for pinned in self.tree.pin(node):
             for hear in self.audience.pinned:
                 hear(pinned, now)
-        for step in used:
-            self._use(step, caller, now)
 
-    def pin_child(self, node: Node, caller: Caller, now: float) -> None:
-        """Hold and reuse a child of a node that the same caller holds."""
+    def pin_child(self, node: Node, now: float) -> None:
+        """Hold a child of a node that the same caller holds, instead of that."""
         if self.tree.pin_child(node):
             for hear in self.audience.pinned:
                 hear(node, now)
-        self._use(node, caller, now)
+
+    def use(self, nodes: Iterable[Node], caller: Caller, now: float) -> None:
+        """Tell that a caller reuses pinned nodes."""
+        for node in nodes:
+            for hear in self.audience.used:
+                hear(node, caller, self._tick, now)
 
     def unpin(self, node: Node, now: float) -> None:
         """Undo `pin`; drop what shall not be retained, undo splits of no more use."""
@@ -186,16 +189,14 @@ class Residency:
         if self.keeper.is_over_cap(node.domain):
             self._evict_over_cap(node.domain, now)
 
-    def publish(
-        self, node: Node, offered: Publication, chain: KeyChain
-    ) -> tuple[Node, int]:
-        """Hang blocks below a node, or lengthen it; return where, and how many.
+    def publish(self, node: Node, run: Publication, chain: KeyChain) -> Node:
+        """Hang blocks below a node, or lengthen it; return where they are.
 
-        The caller holds the node and afterwards the one returned. Leading blocks of
-        those offered, as many as may be one node: what is left is for another call.
-        The tree holds no equal block there (see `PrefixTree.child`).
+        The caller holds the node and afterwards the one returned. `run` is cut to as
+        many leading blocks as may be one node: what is left is for another call. The
+        tree holds no equal block there (see `PrefixTree.child`).
         """
-        run = self._alike(offered, chain)
+        self._complete(run, chain)
         begin = run.start * self.tree.block_bytes
         edge = run.tokens[begin : run.stop * self.tree.block_bytes]
         block_ids = run.block_ids
@@ -212,6 +213,7 @@ class Residency:
             heard_by = self.audience.extended
         else:
             owner = run.caller.owner
+            # A copy: the node's grows with it, and what was told must not.
             node = self.tree.add(node, run.domain, edge, block_ids[:], owner=owner)
             self.tree.pin_child(node)
             heard_by = self.audience.added
@@ -220,7 +222,7 @@ class Residency:
         self.num_published += len(block_ids)
         if self._emit is not None:
             self._emit(_published(node, run))
-        return node, len(block_ids)
+        return node
 
     def evict(self, num_blocks: int, domain: Domain | None, now: float) -> int:
         """Drop up to `num_blocks` retained blocks; return how many were dropped.
@@ -313,6 +315,8 @@ class Residency:
         for hear in self.audience.trimmed:
             hear(node, dropped, reason, now)
         self._settle_parent(node, now)
+        if reason is DropReason.EVICTED:
+            self.num_evicted += len(dropped)
         if self._emit is not None:
             self._emit(
                 _DROPPED[reason](
@@ -325,10 +329,6 @@ class Residency:
         return len(dropped)
 
     # Private
-
-    def _use(self, node: Node, caller: Caller, now: float) -> None:
-        for hear in self.audience.used:
-            hear(node, caller, self._tick, now)
 
     def _settle_leaf(self, node: Node, now: float, *, is_retired: bool) -> None:
         if is_retired:
@@ -365,34 +365,27 @@ class Residency:
             for hear in self.audience.merged:
                 hear(node, lower, now)
 
-    def _alike(self, offered: Publication, chain: KeyChain) -> Publication:
-        """Return the leading blocks that may be one node, with all said of them."""
-        start = offered.start
-        kept_until, stop = self.standing.kept_until(
-            offered.namespace,
-            offered.domain,
-            offered.tokens,
-            start=start,
-            stop=offered.stop,
-            now=offered.now,
+    def _complete(self, run: Publication, chain: KeyChain) -> None:
+        """Cut a run to the leading blocks that may be one node, and say all of it."""
+        start, stop = run.start, run.stop
+        run.tick = self._tick
+        run.kept_until, stop = self.standing.kept_until(
+            run.namespace, run.domain, run.tokens, start=start, stop=stop, now=run.now
         )
-        first_ephemeral = offered.caller.first_ephemeral_block
+        first_ephemeral = run.caller.first_ephemeral_block
         if first_ephemeral is not None and start < first_ephemeral < stop:
             stop = first_ephemeral
-        keys = array("Q")
         if self.keeper.needs_keys:
             keys = self._keys.of(
-                offered.namespace, offered.domain, offered.tokens, start, stop, chain
+                run.namespace, run.domain, run.tokens, start, stop, chain
             )
-            num_alike = self.keeper.num_alike(offered.domain, keys)
+            num_alike = self.keeper.num_alike(run.domain, keys)
             if num_alike < len(keys):
                 # Rounded down, so as not to part a span; then it loses its past.
-                end = self.blocks_outside_span(offered.tokens, start + num_alike)
+                end = self.blocks_outside_span(run.tokens, start + num_alike)
                 stop = end if end > start else stop
-                keys = keys[: stop - start]
-        return offered.told(
-            stop - start, keys=keys, kept_until=kept_until, tick=self._tick
-        )
+            run.keys = keys[: stop - start]
+        run.block_ids = run.block_ids[: stop - start]
 
     def _evict_over_cap(self, domain: Domain, now: float) -> None:
         self.keeper.look_ahead(now)
@@ -401,9 +394,7 @@ class Residency:
 
     def _evict_from(self, node_id: int, num_blocks: int, now: float) -> int:
         node = self.tree.node(node_id)
-        num_dropped = self.drop(node, num_blocks, DropReason.EVICTED, now)
-        self.num_evicted += num_dropped
-        return num_dropped
+        return self.drop(node, num_blocks, DropReason.EVICTED, now)
 
     def _ends_in_span(self, node: Node, num_blocks: int) -> bool:
         """Whether a path cut after so many blocks of the node tells its span too late."""

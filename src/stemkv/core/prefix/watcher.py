@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import Domain
@@ -34,9 +34,13 @@ class Caller:
         return start is not None and index >= start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Publication:
-    """A run of blocks that becomes matchable, all of one domain."""
+    """A run of blocks that becomes matchable, all of one domain.
+
+    Offered to `Residency.publish`, which completes it and cuts it to what may be one
+    node; from then on nobody changes it.
+    """
 
     namespace: bytes
     domain: Domain
@@ -53,23 +57,6 @@ class Publication:
     def stop(self) -> int:
         """Blocks of the path, the run included."""
         return self.start + len(self.block_ids)
-
-    def told(
-        self,
-        num_blocks: int,
-        *,
-        keys: Sequence[int],
-        kept_until: float | None,
-        tick: int,
-    ) -> Publication:
-        """Return what is told of its leading blocks."""
-        return replace(
-            self,
-            block_ids=self.block_ids[:num_blocks],
-            keys=keys,
-            kept_until=kept_until,
-            tick=tick,
-        )
 
 
 class Watcher:
