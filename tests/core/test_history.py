@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.books.history import History, Past, PastRun
+from stemkv.core.books.history import History
+from stemkv.core.books.past import Past, PastRun
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, tokens
 

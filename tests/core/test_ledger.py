@@ -862,19 +862,20 @@ def test_a_ledger_that_does_not_add_up_says_so() -> None:
     driver = BookedDriver()
     serve(driver, "first", NINE)
     serve(driver, "again", NINE)
+    totals = driver.ledger._totals
     for name in (
-        "_num_prompt",
-        "_num_reused",
-        "_num_computed",
-        "_num_credited",
-        "_saved_s",
-        "_credited_s",
+        "num_prompt",
+        "num_reused",
+        "num_computed",
+        "num_credited",
+        "saved_s",
+        "credited_s",
     ):
-        value = getattr(driver.ledger, name)
-        setattr(driver.ledger, name, value + 1)
+        value = getattr(totals, name)
+        setattr(totals, name, value + 1)
         with pytest.raises(InvariantError, match="does not add up"):
             driver.check_books()
-        setattr(driver.ledger, name, value)
+        setattr(totals, name, value)
     driver.finish()
 
 

@@ -536,7 +536,9 @@ TAMPERS: dict[str, Tamper] = {
         "_num_evicted",
         loop._replicas[0].cache._num_evicted + 1,
     ),
-    "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
+    "credited": lambda loop: setattr(
+        loop._replicas[0].ledger._totals, "num_credited", 0
+    ),
     "a prefix": lambda loop: [
         node.accounts.clear() for node in loop._replicas[0].ledger._history._nodes()
     ],

@@ -7,7 +7,7 @@ of blocks, leases or policies.
 One tree for all namespaces and domains, so that a miss can be traced to another domain
 (what isolation costs) or to another identity (what a rollout or an adapter costs).
 A holder is a namespace with a domain in it; for each holder a node notes per block
-since when it is gone: `_NEVER`, `_REFUSED`, `_RESIDENT`, or the time it left. Of all
+since when it is gone: `NEVER`, `REFUSED`, `RESIDENT`, or the time it left. Of all
 others it notes only that some domain of a namespace had the block, so that a look costs
 the same whoever else has the text. And it keeps the accounts of what left: its runs are
 cut where prompts part, not where an eviction happened to stop, so they are what people
@@ -21,51 +21,27 @@ somebody asks for them.
 from __future__ import annotations
 
 import hashlib
-import math
-import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 
 from stemkv.core.books.account import PrefixAccount, RunTotals
+from stemkv.core.books.past import (
+    NEVER,
+    REFUSED,
+    RESIDENT,
+    Holder,
+    Past,
+    PastRun,
+    joined,
+    pasts,
+)
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.tokens import TOKEN_BYTES, common_prefix_bytes
 
-__all__ = ["History", "Past", "PastRun", "Place"]
+__all__ = ["History", "Place"]
 
-_NEVER = -math.inf  # this holder never had the block
-_REFUSED = -sys.float_info.max  # dropped after use: before any time, after never
-_RESIDENT = math.inf
 _MAX_NAMESPACES = 8  # noted for one run; the longest unchanged goes
-
-Holder = tuple[bytes, Domain]
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What is known of one run of blocks that a request did not find.
-
-    The first of these that applies: the request itself might have found them earlier
-    (`left_s`), another domain of its namespace has or had them, another namespace has
-    or had them; else nobody did.
-    """
-
-    # When its own or the public copy was evicted; inf: it is resident, or was dropped
-    # because it must not be used.
-    left_s: float | None = None
-    is_refused: bool = False  # it was dropped after use, as its caller had said
-    is_other_domain: bool = False
-    other_namespace: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PastRun:
-    """Consecutive blocks with the same past."""
-
-    num_blocks: int
-    past: Past
 
 
 class Place:
@@ -160,7 +136,7 @@ class History:
         """
         holder = (namespace, domain)
         path = self._path(holder, tokens, start, stop, after)
-        self._mark(path, holder, start, stop, _RESIDENT)
+        self._mark(path, holder, start, stop, RESIDENT)
         place = Place(holder, path[-1], stop)
         self._forget()  # what was forgotten while resident is remembered again
         return place
@@ -169,7 +145,7 @@ class History:
         self, place: Place, start: int, now: float, *, is_refused: bool = False
     ) -> None:
         """Note that the blocks of a place from `start` on are not resident any more."""
-        when = _REFUSED if is_refused else now
+        when = REFUSED if is_refused else now
         self._mark(self._above(place, start), place.holder, start, place.stop, when)
         self._forget()
 
@@ -204,14 +180,13 @@ class History:
         for node, low, high in self._walk(tokens, stop, after):
             low = max(start, low)
             if low < high:
-                pasts = _pasts(
-                    node, (namespace, domain), low - node.start, high - node.start
-                )
-                runs.extend(pasts)
+                begin, end = low - node.start, high - node.start
+                own = (namespace, domain)
+                runs.extend(pasts(node.gone, node.seen, own, begin, end))
                 index = high
         if index < stop:
             runs.append(PastRun(stop - index, Past()))
-        return _joined(runs)
+        return joined(runs)
 
     def book(self, place: Place, account: PrefixAccount) -> None:
         """Keep an account of blocks up to a place, in parts where their run is cut."""
@@ -366,7 +341,7 @@ class History:
         # A prefix that grows block by block stays one run.
         last.edge += edge
         last.stop += num_new
-        last.gone[holder].extend(array("d", [_NEVER]) * num_new)
+        last.gone[holder].extend(array("d", [NEVER]) * num_new)
         last.seen[namespace].extend(bytes(num_new))
         self._num_marks += num_new
         return last
@@ -395,7 +370,7 @@ class History:
         gone = node.gone.get(holder)
         if gone is None:
             num_blocks = node.stop - node.start
-            gone = node.gone[holder] = array("d", [_NEVER]) * num_blocks
+            gone = node.gone[holder] = array("d", [NEVER]) * num_blocks
             self._num_marks += num_blocks
             self._count_below(node.parent, holder, 1)
         gone[low:high] = array("d", [value]) * (high - low)
@@ -525,53 +500,3 @@ def _put(
         accounts[holder] = account
     else:
         present.join(account)
-
-
-def _pasts(node: _Node, own: Holder, low: int, high: int) -> Iterator[PastRun]:
-    """Yield runs of equal past among blocks `low … high - 1` of a node.
-
-    Looks at the asker's own marks and at one byte per block and namespace, however
-    many others have the text.
-    """
-    namespace = own[0]
-    never = array("d", [_NEVER]) * (high - low)
-    mine = node.gone.get(own)
-    public = node.gone.get((namespace, PUBLIC))
-    others = sorted(name for name in node.seen if name != namespace)
-    nobody = bytes(high - low)
-    columns: list[Sequence[float]] = [
-        never if mine is None else mine[low:high],
-        never if public is None else public[low:high],
-        node.seen[namespace][low:high] if namespace in node.seen else nobody,
-        *(node.seen[name][low:high] for name in others),
-    ]
-    if all(min(column) == max(column) for column in columns):
-        yield PastRun(high - low, _past([column[0] for column in columns], others))
-        return
-    for values, group in groupby(zip(*columns, strict=True)):
-        yield PastRun(sum(1 for _ in group), _past(values, others))
-
-
-def _past(values: Sequence[float], others: list[bytes]) -> Past:
-    mine, public, is_seen, *is_elsewhere = values
-    left_s = max(mine, public)  # of two copies the one that stayed longer
-    if left_s == _REFUSED:
-        return Past(is_refused=True)
-    if left_s != _NEVER:
-        return Past(left_s=left_s)
-    if is_seen:
-        return Past(is_other_domain=True)
-    for name, is_there in zip(others, is_elsewhere, strict=True):
-        if is_there:
-            return Past(other_namespace=name)  # of several, always the same one
-    return Past()
-
-
-def _joined(runs: list[PastRun]) -> list[PastRun]:
-    """Merge neighbours with an equal past."""
-    joined: list[PastRun] = []
-    for run in runs:
-        if joined and joined[-1].past == run.past:
-            run = PastRun(joined.pop().num_blocks + run.num_blocks, run.past)
-        joined.append(run)
-    return joined

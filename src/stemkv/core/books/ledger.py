@@ -14,7 +14,6 @@ has one line. Both kinds add up to the same totals.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -34,6 +33,7 @@ from stemkv.core.books.reasons import Reasons
 from stemkv.core.books.runs import Runs
 from stemkv.core.books.share import ShareOfWork
 from stemkv.core.books.stalls import Stalls, StallTotals
+from stemkv.core.books.totals import Totals
 from stemkv.core.books.waits import Waits
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC, Domain
@@ -78,34 +78,24 @@ class Ledger:
         self._open: dict[str, LedgerEntry] = {}
         self._stalls = Stalls()
         self._step = StepSavings()  # since `take_step`
-        # What the entries of ended requests add up to.
-        self._num_prompt = 0
-        self._num_unreached = 0  # of those, not computed before an abort
-        self._num_reused = 0
-        self._num_computed = 0
-        self._num_missed = dict.fromkeys(MissReason, 0)
-        self._num_credited = 0  # tokens credited to prefixes, in vain ones included
-        self._num_in_vain = 0  # of those, by requests that were restarted
-        self._saved_s = 0.0
-        self._credited_s = 0.0
-        self._in_vain_s = 0.0
+        self._totals = Totals()
 
     # Questions
 
     @property
     def misses(self) -> Mapping[MissReason, int]:
         """Tokens missed by requests that have ended, by reason; zeros included."""
-        return dict(self._num_missed)
+        return dict(self._totals.num_missed)
 
     @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens that ended requests reused."""
-        return self._num_reused
+        return self._totals.num_reused
 
     @property
     def saved_s(self) -> float:
         """Prefill seconds that ended requests were saved."""
-        return self._saved_s
+        return self._totals.saved_s
 
     @property
     def stalls(self) -> StallTotals:
@@ -159,55 +149,7 @@ class Ledger:
         """
         runs = [*self.prefixes(nodes, now).values(), self.forgotten]
         accounts = [*self.accounts(now).values(), self.departed]
-        open_reused = sum(e.num_reused_tokens for e in self._open.values())
-        open_saved = sum(e.saved_s for e in self._open.values())
-        equations = [
-            (
-                "retained block-seconds of prefixes and of tenants",
-                sum(r.retained_block_s for r in runs),
-                sum(a.retained_block_s for a in accounts),
-            ),
-            (
-                "evicted blocks of prefixes and of tenants",
-                sum(r.num_evicted_blocks for r in runs),
-                sum(a.num_evicted_blocks for a in accounts),
-            ),
-            (
-                "tokens credited to prefixes and reused by requests",
-                self._num_credited,
-                self._num_reused + open_reused + self._num_in_vain,
-            ),
-            (
-                "tokens credited to prefixes, by prefix and in total",
-                sum(r.hit_tokens for r in runs),
-                self._num_credited,
-            ),
-            (
-                "seconds credited to prefixes and saved by requests",
-                self._credited_s,
-                self._saved_s + open_saved + self._in_vain_s,
-            ),
-            (
-                "seconds credited to prefixes, by prefix and in total",
-                sum(r.saved_s(self.cost) for r in runs),
-                self._credited_s,
-            ),
-            (
-                "prompt tokens and reused + computed + unreached ones",
-                self._num_prompt,
-                self._num_reused + self._num_computed + self._num_unreached,
-            ),
-            (
-                "computed tokens and misses by reason",
-                self._num_computed,
-                sum(self._num_missed.values()),
-            ),
-        ]
-        for name, left, right in equations:
-            if not math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-6):
-                raise InvariantError(
-                    f"the ledger does not add up: {name}: {left} and {right}"
-                )
+        self._totals.check(runs, accounts, self._open.values(), self.cost)
 
     # Identities
 
@@ -300,8 +242,7 @@ class Ledger:
         """Book that a request begins again: what it reused so far was in vain."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
-            self._num_in_vain += entry.num_reused_tokens
-            self._in_vain_s += entry.saved_s
+            self._totals.waste(entry)
 
     def stalled(
         self,
@@ -385,13 +326,7 @@ class Ledger:
         if waits is not None:
             entry.waits = tuple(waits.spans)
             entry.wait_s = dict(waits.seconds)
-        self._num_prompt += entry.num_prompt_tokens
-        self._num_unreached += num_missed - num_computed
-        self._num_reused += num_reused
-        self._num_computed += num_computed
-        self._saved_s += entry.saved_s
-        for miss in entry.misses:
-            self._num_missed[miss.reason] += miss.end - miss.start
+        self._totals.add(entry, num_unreached=num_missed - num_computed)
         self._ended.append(entry)
 
     def take_entries(self) -> tuple[LedgerEntry, ...]:
@@ -510,8 +445,7 @@ class Ledger:
                 entry.num_reused_blocks += (high - low) // self.block_size
             # Of a public run too: who brought it in, not whose account it is on.
             entry.writers[node.owner] = entry.writers.get(node.owner, 0) + high - low
-            self._num_credited += high - low
-            self._credited_s += seconds
+            self._totals.credit(high - low, seconds)
         return max(start, min(position, limit))
 
     def _digest(

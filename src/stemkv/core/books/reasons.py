@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 
 from stemkv.core.books.entry import LedgerEntry, Miss, MissReason, Regret
-from stemkv.core.books.history import History, Past, Place
+from stemkv.core.books.history import History, Place
+from stemkv.core.books.past import Past
 from stemkv.core.prefix.tokens import end_outside_span
 
 __all__ = ["Reasons"]
