@@ -513,7 +513,7 @@ def _entry(loop: _Loop, name: str, change: float) -> None:
 
 
 def _account(loop: _Loop, name: str, change: float) -> None:
-    account = loop._replicas[0].ledger._account("x", 0.0)
+    account = loop._replicas[0].ledger._accounts.of("x", 0.0)
     setattr(account, name, getattr(account, name) + change)
 
 

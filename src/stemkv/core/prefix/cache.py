@@ -92,6 +92,11 @@ class _Keep:
     until: float
 
 
+# Domains that keep their number for the keys of blocks. As many can have a block here,
+# or one that a policy remembers; one that is forgotten begins anew, with no past.
+_KEY_SPACES_PER_BLOCK = 9
+
+
 class PrefixCache:
     """Shares the KV of equal prefixes among requests that may share.
 
@@ -122,8 +127,8 @@ class PrefixCache:
         self._block_bytes = config.block_size * TOKEN_BYTES
         self._public: dict[bytes, list[bytes]] = {}  # by namespace, sorted
         self._tick = 0  # number of the last event that a policy was told of
-        # Namespace → domain → number, for the keys of blocks.
-        self._key_spaces: dict[bytes, dict[Domain, int]] = {}
+        # Namespace and domain → number, for the keys of blocks; the last used is last.
+        self._key_spaces: dict[tuple[bytes, Domain], int] = {}
         self._num_key_spaces = 0
         self._peak_active = 0
         self._num_evicted = 0
@@ -617,7 +622,8 @@ class PrefixCache:
         """
         self._public.pop(namespace, None)
         self._keeps = [each for each in self._keeps if each.namespace != namespace]
-        self._key_spaces.pop(namespace, None)
+        for space in [each for each in self._key_spaces if each[0] == namespace]:
+            del self._key_spaces[space]
         root = self.tree.retire(namespace)
         if root is None:
             return 0
@@ -782,11 +788,14 @@ class PrefixCache:
         another's: each has its own upper half of the keys.
         """
         assert lease.namespace is not None, "what publishes has a namespace"
-        spaces = self._key_spaces.setdefault(lease.namespace, {})
-        number = spaces.get(domain)
+        space = (lease.namespace, domain)
+        number = self._key_spaces.pop(space, None)
         if number is None:
             self._num_key_spaces += 1
-            number = spaces[domain] = self._num_key_spaces
+            number = self._num_key_spaces
+        self._key_spaces[space] = number
+        if len(self._key_spaces) > _KEY_SPACES_PER_BLOCK * self.pool.num_total:
+            del self._key_spaces[next(iter(self._key_spaces))]
         upper = (number & 0xFFFFFFFF) << 32
         block_bytes = self._block_bytes
         num_blocks, crc = lease.key_state

@@ -1222,6 +1222,7 @@ class Scheduler:
     def _take_in(self, request: Request) -> None:
         root = request.spec.request_id
         self._requests[request.request_id] = request
+        self.service.took_in(request.spec.owner)
         self._num_in_flight[root] = self._num_in_flight.get(root, 0) + 1
         self._enter_epoch(request)
 
@@ -1231,6 +1232,7 @@ class Scheduler:
         if self.cache.ledger is not None:
             self._book_end(self.cache.ledger, request, now)
         del self._requests[request.request_id]
+        self.service.let_go(request.spec.owner)
         self._leave_epoch(request)
         self._num_in_flight[root] -= 1
         if self._num_in_flight[root] == 0:
