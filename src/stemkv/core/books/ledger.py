@@ -1,8 +1,9 @@
 """The books: what each hit saved, what each retained byte-second cost, why tokens missed.
 
 Owns the lookup record of every request, the accounts of tenants and of prefixes, and
-the equations between them (`check`). `PrefixCache` and `Scheduler` tell it what happens;
-it decides nothing, and nothing it says may reach another tenant: it is the operator's.
+the equations between them (`check`). It watches the cache, and `Scheduler` tells it of
+requests; it decides nothing, and nothing it says may reach another tenant: it is the
+operator's.
 
 Two kinds of account. A tenant's account integrates blocks over time: active ones (held
 by a lease) and retained ones (cached, held by nobody). What is public belongs to nobody
@@ -39,6 +40,7 @@ from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node
+from stemkv.core.prefix.watcher import LeaseWatcher, Publication
 from stemkv.errors import InvariantError
 
 __all__ = [
@@ -51,7 +53,7 @@ __all__ = [
 PUBLIC_ACCOUNT = ""
 
 
-class Ledger:
+class Ledger(LeaseWatcher):
     """Keeps the books of one cache.
 
     Entries of requests that have ended wait for `take_entries`. Costs O(nodes on the
@@ -350,35 +352,21 @@ class Ledger:
         """Book private blocks that nobody holds any more."""
         self._accounts.move(owner, now, active=-num_blocks)
 
-    def published(
-        self,
-        node: Node,
-        start: int,
-        stop: int,
-        *,
-        namespace: bytes,
-        owner: str,
-        tokens: bytes,
-        now: float,
-    ) -> None:
-        """Book that private blocks `start … stop - 1` of `tokens` are in a node now.
+    def added(self, node: Node, publication: Publication) -> None:
+        """Book that private blocks are in a new node now; a lease pins it."""
+        self._published(node, publication)
+        self._runs.added(node, publication)
 
-        The node is new or was lengthened; a lease pins it.
-        """
-        num_blocks = stop - start
-        account_name = account_of(node.domain, node.owner)
-        self._accounts.move(owner, now, active=-num_blocks)
-        self._accounts.move(account_name, now, active=num_blocks)
-        self._accounts.of(account_name, now).num_published_blocks += num_blocks
-        self._runs.published(
-            node, start, stop, namespace=namespace, tokens=tokens, now=now
-        )
+    def extended(self, node: Node, publication: Publication) -> None:
+        """Book that a node was lengthened by private blocks of its lease."""
+        self._published(node, publication)
+        self._runs.extended(node, publication)
 
     def pinned(self, node: Node, now: float) -> None:
         """Book that a lease begins to hold a node that none held."""
         self._change(node, now, is_pinned=True)
 
-    def unpinned(self, node: Node, now: float) -> None:
+    def unpinned(self, node: Node, tick: int, now: float) -> None:
         """Book that no lease holds a node any more: from now on it is retained."""
         self._change(node, now, is_pinned=False)
 
@@ -386,12 +374,12 @@ class Ledger:
         """Divide an account as its node was divided."""
         self._runs.split(upper, lower, now)
 
-    def merged(self, upper_id: int, lower: Node, now: float) -> None:
+    def merged(self, upper: Node, lower: Node, now: float) -> None:
         """Join two accounts as their nodes were joined."""
-        self._runs.merged(upper_id, lower, now)
+        self._runs.merged(upper, lower, now)
 
-    def dropping(
-        self, node: Node, num_kept: int, *, reason: DropReason, now: float
+    def trimming(
+        self, node: Node, num_kept: int, reason: DropReason, now: float
     ) -> None:
         """Book that a node is about to lose all but its first `num_kept` blocks."""
         num_dropped = node.num_blocks - num_kept
@@ -402,9 +390,16 @@ class Ledger:
             account.num_evicted_blocks += num_dropped
         elif reason is DropReason.REFUSED:
             account.num_refused_blocks += num_dropped
-        self._runs.dropping(node, num_kept, reason=reason, now=now)
+        self._runs.trimming(node, num_kept, reason, now)
 
     # Private
+
+    def _published(self, node: Node, publication: Publication) -> None:
+        num_blocks, now = len(publication.block_ids), publication.now
+        name = account_of(node.domain, node.owner)
+        self._accounts.move(publication.caller.owner, now, active=-num_blocks)
+        self._accounts.move(name, now, active=num_blocks)
+        self._accounts.of(name, now).num_published_blocks += num_blocks
 
     def _credit(
         self,

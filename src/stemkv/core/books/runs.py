@@ -15,6 +15,7 @@ from stemkv.core.books.history import History, Place
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node
+from stemkv.core.prefix.watcher import Publication
 
 __all__ = ["Runs"]
 
@@ -82,45 +83,29 @@ class Runs:
 
     # What nodes do
 
-    def published(
-        self,
-        node: Node,
-        start: int,
-        stop: int,
-        *,
-        namespace: bytes,
-        tokens: bytes,
-        now: float,
-    ) -> None:
-        """Blocks `start … stop - 1` of `tokens` are in a node now, which is pinned."""
-        run = self._runs.get(node.id)
-        above = run
-        if run is None and node.parent is not None:
-            above = self._runs.get(node.parent.id)
-        place = self._history.published(
-            namespace,
-            node.domain,
-            tokens,
-            start,
-            stop,
-            after=None if above is None else above.place,
-        )
-        if run is not None:
-            self._history.leave(run.place)
-            run.place = place
-            run.account.settle(now)
-            run.account.num_blocks += stop - start
-            run.account.end = stop * self._block_size
-            return
+    def added(self, node: Node, publication: Publication) -> None:
+        """A new node holds a run; it is pinned."""
+        above = None if node.parent is None else self._runs.get(node.parent.id)
+        start, stop = publication.start, publication.stop
         account = PrefixAccount(
             domain=node.domain,
             start=start * self._block_size,
             end=stop * self._block_size,
             num_blocks=stop - start,
             is_pinned=True,
-            since_s=now,
+            since_s=publication.now,
         )
-        self._runs[node.id] = _Run(account, place)
+        self._runs[node.id] = _Run(account, self._publish(node, publication, above))
+
+    def extended(self, node: Node, publication: Publication) -> None:
+        """A node was lengthened by a run."""
+        run = self._runs[node.id]
+        place = self._publish(node, publication, run)
+        self._history.leave(run.place)
+        run.place = place
+        run.account.settle(publication.now)
+        run.account.num_blocks += publication.stop - publication.start
+        run.account.end = publication.stop * self._block_size
 
     def change(self, node: Node, now: float, *, is_pinned: bool) -> None:
         """A lease begins to hold a node, or none does any more."""
@@ -146,21 +131,21 @@ class Runs:
         else:
             run.num_hashed -= num_blocks
 
-    def merged(self, upper_id: int, lower: Node, now: float) -> None:
+    def merged(self, upper: Node, lower: Node, now: float) -> None:
         """A node took over the blocks of the one above it."""
-        upper, run = self._runs.pop(upper_id), self._runs[lower.id]
-        upper.account.settle(now)
+        other, run = self._runs.pop(upper.id), self._runs[lower.id]
+        other.account.settle(now)
         run.account.settle(now)
         if run.state is None:
-            run.state, run.num_hashed = upper.state, upper.num_hashed
+            run.state, run.num_hashed = other.state, other.num_hashed
         else:
-            run.num_hashed += upper.account.num_blocks
-        run.account.num_blocks += upper.account.num_blocks
-        run.account.join(upper.account)
-        self._history.leave(upper.place)
+            run.num_hashed += other.account.num_blocks
+        run.account.num_blocks += other.account.num_blocks
+        run.account.join(other.account)
+        self._history.leave(other.place)
 
-    def dropping(
-        self, node: Node, num_kept: int, *, reason: DropReason, now: float
+    def trimming(
+        self, node: Node, num_kept: int, reason: DropReason, now: float
     ) -> None:
         """A node is about to lose all but its first `num_kept` blocks."""
         run = self._runs[node.id]
@@ -185,3 +170,17 @@ class Runs:
         place.stop = start
         if run.num_hashed > num_kept:
             run.state, run.num_hashed = None, 0
+
+    # Private
+
+    def _publish(
+        self, node: Node, publication: Publication, above: _Run | None
+    ) -> Place:
+        return self._history.published(
+            publication.namespace,
+            node.domain,
+            publication.tokens,
+            publication.start,
+            publication.stop,
+            after=None if above is None else above.place,
+        )

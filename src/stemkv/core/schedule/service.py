@@ -32,7 +32,7 @@ class Served:
     num_decode: int = 0
     backlog: int = 0  # uncached tokens of what waits or is unfinished
     num_queued: int = 0  # requests of which those are
-    num_in_flight: int = 0  # requests, samples apart
+    num_in_flight: int = 0  # samples
 
 
 class Service:
