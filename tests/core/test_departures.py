@@ -28,6 +28,7 @@ from stemkv.core import (
 )
 from stemkv.core.books.ledger import Ledger
 from stemkv.core.check import check_scheduler
+from stemkv.core.retention.retention import Retention
 from tests.core.scheduling import COSTS, build_spec
 
 NUM_BLOCKS = 64
@@ -36,11 +37,12 @@ LEAF_TYPES = (str, bytes, int, float, type, ModuleType, FunctionType)
 
 def build(order: str, *, has_quotas: bool) -> Scheduler:
     config = CacheConfig(num_blocks=NUM_BLOCKS, block_size=4)
+    quotas = QuotaConfig(public_blocks=2) if has_quotas else None
+    ledger = Ledger(4, COSTS, max_history_blocks=128, max_idle_accounts=16)
     cache = PrefixCache(
         config,
-        EvictionConfig().make(config),
-        quotas=QuotaConfig(public_blocks=2) if has_quotas else None,
-        ledger=Ledger(4, COSTS, max_history_blocks=128, max_idle_accounts=16),
+        Retention.of(EvictionConfig().make(config), config, quotas),
+        watchers=[ledger],
     )
     order_config = OrderConfig(
         name=order, slo_ttft_s={"chat": 1.0} if order == "deadline" else {}
@@ -50,14 +52,20 @@ def build(order: str, *, has_quotas: bool) -> Scheduler:
         cache,
         order_config.make(COSTS),
         costs=COSTS,
+        ledger=ledger,
     )
+
+
+def ledger_of(scheduler: Scheduler) -> Ledger:
+    ledger = scheduler._lives.journal.ledger
+    assert ledger is not None
+    return ledger
 
 
 def come_and_go(scheduler: Scheduler, num_tenants: int) -> None:
     """Each has one request, eight at a time; then it is never heard of again."""
     rng = random.Random(num_tenants)
-    ledger = scheduler.cache.ledger
-    assert ledger is not None
+    ledger = ledger_of(scheduler)
     for number in range(num_tenants):
         now = number / 1000
         prompt = "".join(rng.choices("abcd", k=rng.randint(5, 20)))
@@ -169,8 +177,7 @@ def test_what_departed_tenants_held_stays_in_the_sums() -> None:
     scheduler = build("fcfs", has_quotas=False)
     come_and_go(scheduler, 200)
 
-    ledger, cache = scheduler.cache.ledger, scheduler.cache
-    assert ledger is not None
+    ledger, cache = ledger_of(scheduler), scheduler.cache
     ledger.check(cache.tree.nodes(), 1_000.0)
     accounts = ledger.accounts(1_000.0)
     present = {name for name, a in accounts.items() if a.num_cached_blocks}
@@ -186,8 +193,7 @@ def test_what_departed_tenants_held_stays_in_the_sums() -> None:
 def test_who_comes_again_opens_an_account_again() -> None:
     scheduler = build("fcfs", has_quotas=False)
     come_and_go(scheduler, 200)
-    ledger = scheduler.cache.ledger
-    assert ledger is not None
+    ledger = ledger_of(scheduler)
     before = ledger.departed
     assert "tenant-0" not in ledger.accounts(500.0)
 
