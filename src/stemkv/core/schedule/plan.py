@@ -29,6 +29,9 @@ class Chunk:
     block_ids: memoryview  # read-only int32 snapshot, long enough for `end`
     num_samples: int  # output tokens to sample after position end - 1, usually 0 or 1
     adapter: str | None = None  # which adapter's weights to add, as the request said
+    # Whether it is the next token of a request whose prefill is done: the one answer to
+    # that question. A last prompt token, or what a preemption has lost, is none.
+    is_decode: bool = False
     start_position: int = 0  # what the model takes for the position of token 0
 
     @property
