@@ -259,7 +259,8 @@ def test_when_every_chunk_fails_all_end_and_nothing_is_published() -> None:
     assert_idle(engine)
 
 
-def test_what_earlier_chunks_of_the_guilty_one_computed_stays() -> None:
+def test_nobody_goes_on_from_what_only_the_guilty_one_computed() -> None:
+    """What its blocks hold may be the cause."""
     engine = build_engine(LOADED, block_size=8, token_budget=24)
     params = SamplingParams(max_new_tokens=30)
     engine.add(tokens(random_ids(5, seed=1)), params, request_id="other")
@@ -271,7 +272,7 @@ def test_what_earlier_chunks_of_the_guilty_one_computed_stays() -> None:
         engine.step()
     engine.drain()
     (again,) = engine.generate([tokens(long)], SamplingParams(max_new_tokens=3))
-    assert again.counts.reused == 23 // 8 * 8
+    assert again.counts.reused == 0
     (alone,) = build_engine(LOADED).generate(
         [tokens(long)], SamplingParams(max_new_tokens=3)
     )

@@ -740,6 +740,21 @@ def test_a_prefill_of_one_token_is_no_decode() -> None:
     assert work == [(1, 0), (0, 1), (0, 1)]
 
 
+def test_the_last_prompt_token_is_no_decode_when_a_preemption_lost_it() -> None:
+    """One answer everywhere: the plan's."""
+    plans = []
+    engine = engine_of(num_blocks=9, block_size=3)
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda now: plans.append(schedule(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
+    for index in range(3):
+        engine.add(prompt(7, seed=index), limited(12), request_id=f"r{index}")
+    completions = engine.drain()
+    assert any(c.num_preemptions for c in completions)
+    for plan, step in zip(plans, engine.steps, strict=True):
+        assert step.num_decode_tokens == sum(c.is_decode for c in plan.chunks)
+        assert step.num_prefill_tokens == plan.num_tokens - step.num_decode_tokens
+
+
 def test_timelines_are_in_order() -> None:
     engine = engine_of(max_num_running=1)
     arrival_s = engine._clock.now()

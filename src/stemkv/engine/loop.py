@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from stemkv.core.schedule.plan import StepPlan
-from stemkv.core.schedule.request import RequestId
 from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.attempt import compute
 from stemkv.engine.clock import Clock
@@ -173,7 +172,7 @@ class StepLoop:
                 )
 
     def _record(self, plan: StepPlan, start: float, end: float) -> None:
-        num_decode = sum(1 for c in plan.chunks if self._is_decode(c.request_id))
+        num_decode = sum(chunk.is_decode for chunk in plan.chunks)
         self.steps.append(
             StepRecord(
                 step=plan.step,
@@ -183,7 +182,3 @@ class StepLoop:
                 num_decode_tokens=num_decode,
             )
         )
-
-    def _is_decode(self, request_id: RequestId) -> bool:
-        request = self._scheduler.request(request_id)
-        return request is not None and not request.is_prefilling
