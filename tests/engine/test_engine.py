@@ -918,6 +918,59 @@ def test_a_change_is_whole_though_a_listener_is_interrupted(
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("verb", ["fence", "retire"])
+def test_a_change_that_is_interrupted_half_way_is_not_gone_on_from(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny("llama-group1"))
+    engine.generate([prompt(30)], limited())
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, verb, interrupt)
+    name = "model.norm.weight"
+    weight = engine.loaded.model.get_parameter(name).detach() * 1.5
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights({name: weight})
+    for go_on in (engine.step, engine.reset, engine.recheck):
+        with pytest.raises(InvariantError, match="a change was interrupted"):
+            go_on()
+
+
+def test_a_clock_that_fails_a_change_has_changed_nothing() -> None:
+    readings: list[float] = []
+    times = count()
+    engine = Engine(
+        tiny("llama-group1"),
+        EngineConfig(num_threads=1, runs_self_test=False, kv_memory_bytes=1 << 20),
+        clock=lambda: readings.pop() if readings else float(next(times)),
+    )
+    before = engine.generate([prompt(30)], limited(), tenant="ann")
+    identity = engine.identity
+    name = "model.norm.weight"
+    weight = engine.loaded.model.get_parameter(name).detach() * 1.5
+    changes: list[Callable[[], object]] = [
+        lambda: engine.update_weights({name: weight}),
+        lambda: engine.update_numerics("tolerant"),
+        lambda: engine.update_sharing(SharingPolicy()),
+        engine.reset,
+    ]
+    for change in changes:
+        readings.append(float("nan"))
+        with pytest.raises(ConfigError, match="clock"):
+            change()
+        assert (engine.generation, engine.identity) == (0, identity)
+    (after,) = engine.generate([prompt(30)], limited(), tenant="ann")
+    assert after.counts.reused == 29
+    assert after.token_ids == before[0].token_ids
+    other = engine.loaded.model.get_parameter(name).detach() * 0.5
+    assert engine.update_weights({name: other}) == 1
+    fresh = build_engine(tiny("llama-group1"))
+    fresh.update_weights({name: other})
+    assert engine.identity.weights_digest == fresh.identity.weights_digest
+
+
 # What is asked about one request
 
 

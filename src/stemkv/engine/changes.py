@@ -7,7 +7,8 @@ is done, so that a listener that fails or is interrupted leaves no change half m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from stemkv.engine.namespaces import Namespaces
 from stemkv.engine.recheck import Rechecks
 from stemkv.engine.rollout import InFlight, RequestsInFlight
 from stemkv.engine.served import Change, Served
-from stemkv.errors import ConfigError
+from stemkv.errors import ConfigError, InvariantError, StemKVError
 
 __all__ = ["Changes"]
 
@@ -61,9 +62,10 @@ class Changes:
             raise ConfigError(
                 f"adapter {name!r} is loaded; use reload_adapter to replace it"
             )
-        loaded, retired = self._served.load_adapter(name, path, scale)
-        self.retire(retired)
-        self._loop.catch_up()
+        read, now = self._served.read_adapter(path, scale), self._clock.now()
+        with self._change():
+            loaded, retired = self._served.load_adapter(name, read)
+            self.retire(retired, now)
         return loaded
 
     def reload_adapter(
@@ -77,14 +79,15 @@ class Changes:
         """Serve other matrices under a name that is taken."""
         self._check("reload_adapter", in_flight)
         current = self._identities.adapter(name)
-        loaded, retired = self._served.load_adapter(
-            name,
+        read = self._served.read_adapter(
             self._served.adapters.source(name) if path is None else path,
             current.scale if scale is None else scale,
         )
-        self.retire(retired)
-        self._requests.meet(in_flight, self._clock.now(), version=current.version)
-        self._loop.catch_up()
+        now = self._clock.now()
+        with self._change():
+            loaded, retired = self._served.load_adapter(name, read)
+            self.retire(retired, now)
+            self._requests.meet(in_flight, now, version=current.version)
         return loaded
 
     def unload_adapter(self, name: str, *, in_flight: InFlight) -> None:
@@ -95,10 +98,10 @@ class Changes:
                 "in_flight cannot be RESTART when an adapter is unloaded: there is "
                 "nothing to begin again on; use FINISH or ABORT"
             )
-        version = self._identities.adapter(name).version
-        self.retire(self._served.unload_adapter(name))
-        self._requests.meet(in_flight, self._clock.now(), version=version)
-        self._loop.catch_up()
+        version, now = self._identities.adapter(name).version, self._clock.now()
+        with self._change():
+            self.retire(self._served.unload_adapter(name), now)
+            self._requests.meet(in_flight, now, version=version)
 
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor], *, in_flight: InFlight
@@ -121,10 +124,10 @@ class Changes:
             )
         now = self._clock.now()
         before = self._door.under(self._door.sharing)
-        self._door.sharing = sharing
-        self._identities.note_change()
-        self._requests.change_domains(before, in_flight, now)
-        self._loop.catch_up()
+        with self._change():
+            self._door.sharing = sharing
+            self._identities.note_change()
+            self._requests.change_domains(before, in_flight, now)
         return self._identities.generation
 
     def reset(self, cache: PrefixCache) -> int:
@@ -132,13 +135,19 @@ class Changes:
         self._check("reset")
         now = self._clock.now()
         num_free = cache.usage().num_free_blocks
-        self._namespaces.reset(now)
-        self._loop.catch_up()
+        with self._change():
+            self._namespaces.reset(now)
         return cache.usage().num_free_blocks - num_free
 
-    def retire(self, namespaces: tuple[bytes, ...]) -> None:
-        """Make namespaces unmatchable, also for the requests in flight."""
+    def close(self, namespace: bytes) -> None:
+        """Let nobody match what is in a namespace, nor share in it."""
         now = self._clock.now()
+        with self._change():
+            self.retire((namespace,), now)
+            self._namespaces.close(namespace)
+
+    def retire(self, namespaces: tuple[bytes, ...], now: float) -> None:
+        """Make namespaces unmatchable, also for the requests in flight."""
         self._namespaces.leave(namespaces)
         for namespace in namespaces:
             self._scheduler.retire(namespace, now)
@@ -148,9 +157,6 @@ class Changes:
     def _roll_out(self, change: Change, in_flight: InFlight) -> int:
         """Advance the generation, fence, deal with requests, then change the state."""
         now = self._clock.now()
-        self.retire(self._identities.replace_base(change.base))
-        epoch = self._scheduler.fence()
-        self._requests.meet(in_flight, now)
 
         def put_in_place() -> None:
             self._rechecks.clear()
@@ -159,9 +165,28 @@ class Changes:
                 change.put_in_place()
                 self._rechecks.runner = self._served.runner
 
-        self._loop.rollouts.add(epoch, put_in_place)
-        self._loop.catch_up()
+        with self._change():
+            self.retire(self._identities.replace_base(change.plan()), now)
+            epoch = self._scheduler.fence()
+            self._requests.meet(in_flight, now)
+            self._loop.rollouts.add(epoch, put_in_place)
         return self._identities.generation
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Make what is inside whole or nothing; tell of it when it is done.
+
+        A refusal comes before the first step of a change. Whatever else interrupts it
+        leaves no state that could be gone on from.
+        """
+        try:
+            yield
+        except BaseException as error:
+            is_defect = isinstance(error, InvariantError)
+            if is_defect or not isinstance(error, StemKVError):
+                self._loop.broken_by = f"a change was interrupted: {error!r}"
+            raise
+        self._loop.catch_up()
 
     def _check(self, verb: str, in_flight: InFlight = InFlight.FINISH) -> None:
         if not isinstance(in_flight, InFlight):

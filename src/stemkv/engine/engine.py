@@ -607,8 +607,7 @@ class Engine:
                 verdict.num_tokens,
                 verdict.difference,
             )
-            self._changes.retire((verdict.namespace,))
-            self._namespaces.close(verdict.namespace)
+            self._changes.close(verdict.namespace)
         self._loop.catch_up()
         return verdict
 

@@ -123,7 +123,9 @@ class StepLoop:
     # Private
 
     def _run(self) -> None:
-        plan = self._scheduler.schedule(self._clock.now())
+        now = self._clock.now()
+        with self.whole("a step was interrupted while it was planned"):
+            plan = self._scheduler.schedule(now)
         result = None
         try:
             start = self._clock.now()

@@ -22,21 +22,32 @@ from stemkv.engine.identity import identify
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.linear import linear_places
 from stemkv.engine.load import LoadedModel
+from stemkv.engine.lora import Lora
 from stemkv.engine.numerics import Numerics, numerics_named
 from stemkv.engine.runner import ModelRunner, prepare_model
 from stemkv.engine.selftest import check_layers, check_numerics
 from stemkv.engine.weights import WeightUpdate
 from stemkv.errors import InvariantError
 
-__all__ = ["Change", "Served"]
+__all__ = ["Change", "ReadAdapter", "Served"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Another state of the model, checked and ready."""
+    """Another state of the model, checked and ready; nothing has changed yet."""
 
-    base: ComputeIdentity  # what it computes under from the change on
+    plan: Callable[[], ComputeIdentity]  # what requests added from now on run under
     put_in_place: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapter:
+    """An adapter from its files, checked and ready."""
+
+    digest: bytes
+    lora: Lora
+    path: Path
+    scale: float
 
 
 class Served:
@@ -82,17 +93,23 @@ class Served:
                 "engine at a time"
             )
 
-    def load_adapter(
-        self, name: str, path: Path | str, scale: float
-    ) -> tuple[LoadedAdapter, tuple[bytes, ...]]:
-        """Read an adapter and serve it under a name; return namespaces to retire."""
+    def read_adapter(self, path: Path | str, scale: float) -> ReadAdapter:
+        """Read an adapter's files; nothing has changed then."""
         digest, lora = self.adapters.read(
             path,
             scale=scale,
             needs_stable_rows=self.identities.base.numerics_class == "exact",
         )
-        loaded, retired = self.identities.load(name, digest, float(scale))
-        self.adapters.keep(name, loaded.version, Path(path), lora)
+        return ReadAdapter(
+            digest=digest, lora=lora, path=Path(path), scale=float(scale)
+        )
+
+    def load_adapter(
+        self, name: str, read: ReadAdapter
+    ) -> tuple[LoadedAdapter, tuple[bytes, ...]]:
+        """Serve an adapter under a name; return the namespaces to retire."""
+        loaded, retired = self.identities.load(name, read.digest, read.scale)
+        self.adapters.keep(name, loaded.version, read.path, read.lora)
         return loaded, retired
 
     def unload_adapter(self, name: str) -> tuple[bytes, ...]:
@@ -110,8 +127,7 @@ class Served:
             places=linear_places(self.loaded.model),
             tied_tensors=self.loaded.tied_tensors,
         )
-        self._planned_digests |= update.digests
-        digest = combine(self._planned_digests)
+        planned = self._planned_digests | update.digests
 
         def put_in_place() -> None:
             update.apply()
@@ -120,10 +136,11 @@ class Served:
             self.loaded.tensor_digests.update(update.digests)
             self._digests = dict(self.loaded.tensor_digests)
 
-        return Change(
-            base=replace(self.identities.base, weights_digest=digest),
-            put_in_place=put_in_place,
-        )
+        def plan() -> ComputeIdentity:
+            self._planned_digests = planned
+            return replace(self.identities.base, weights_digest=combine(planned))
+
+        return Change(plan=plan, put_in_place=put_in_place)
 
     def with_numerics(self, name: str) -> Change:
         """Prepare another numerics class."""
@@ -137,14 +154,14 @@ class Served:
         def put_in_place() -> None:
             self.runner = self._make_runner(numerics)
 
-        return Change(
-            base=replace(
+        def plan() -> ComputeIdentity:
+            return replace(
                 self.identities.base,
                 numerics_class=numerics.name,
                 numerics_tile=numerics.tile,
-            ),
-            put_in_place=put_in_place,
-        )
+            )
+
+        return Change(plan=plan, put_in_place=put_in_place)
 
     def _make_runner(self, numerics: Numerics) -> ModelRunner:
         return ModelRunner(
