@@ -215,7 +215,11 @@ def end_outside_span(tokens: bytes, num_tokens: int) -> int:
 
 
 def common_prefix_bytes(
-    left: bytes, left_start: int, right: bytes, right_start: int, limit: int
+    left: bytes | bytearray,
+    left_start: int,
+    right: bytes,
+    right_start: int,
+    limit: int,
 ) -> int:
     """Return how many leading bytes agree, at most `limit`; O(answer) bytes read.
 
