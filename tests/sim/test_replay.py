@@ -514,7 +514,7 @@ def _entry(loop: _Loop, name: str, change: float) -> None:
 
 
 def _account(loop: _Loop, name: str, change: float) -> None:
-    account = loop._replicas[0].ledger._account("x", 0.0)
+    account = loop._replicas[0].ledger._accounts.of("x", 0.0)
     setattr(account, name, getattr(account, name) + change)
 
 
@@ -537,7 +537,9 @@ TAMPERS: dict[str, Tamper] = {
         "num_evicted",
         loop._replicas[0].cache.residency.num_evicted + 1,
     ),
-    "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
+    "credited": lambda loop: setattr(
+        loop._replicas[0].ledger._totals, "num_credited", 0
+    ),
     "a prefix": lambda loop: [
         node.accounts.clear() for node in loop._replicas[0].ledger._history._nodes()
     ],

@@ -291,6 +291,7 @@ class Lives:
     def _take_in(self, request: Request) -> None:
         root = request.spec.request_id
         self._requests[request.request_id] = request
+        self.journal.took_in(request)
         self._by_root.setdefault(root, {})[request.request_id] = request
         self.epochs.enter(request)
 
