@@ -30,11 +30,18 @@ from stemkv.core import (
     CacheConfig,
     ComputeIdentity,
     Domain,
+    Fcfs,
     Identities,
     Lru,
     PrefixCache,
+    RequestId,
+    RequestSpec,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
     Sharing,
     SharingPolicy,
+    StepResult,
     TokenIds,
 )
 from stemkv.core.prefix.room import Demand
@@ -48,6 +55,8 @@ NUM_SEQUENCES = 2_000
 NUM_LEAVES = 100_000
 LEAF_TOKENS = 64
 NUM_ROUNDS = 8
+NUM_DECODES = 32
+CONTEXTS = (4_000, 32_000, 128_000)
 
 MATCH = f"match (peek), {NUM_PREFIX:,}-token hit + {NUM_NEW} new"
 ADMISSION = "admission (acquire, publish, release), same hit"
@@ -76,6 +85,7 @@ def main() -> int:
     bars += measure_eviction(repeats // 4)
     bars += measure_depth(repeats // 4)
     bars += measure_identity(repeats)
+    bars += measure_commits(max(64, repeats // 16))
     bars += measure_memory()
     bars += compare_with_vllm(bars, facts, repeats // 8)
     return finish("bench.index: prefix hits", bars, options, facts=facts)
@@ -244,6 +254,58 @@ def measure_depth(repeats: int) -> list[Bar]:
             microseconds(f"admission, path of {num_nodes} nodes", cycles),
         ]
     return bars
+
+
+def measure_commits(repeats: int) -> list[Bar]:
+    """Commits of steps that decode only: what a token costs behind a long context."""
+    medians = {num: median_commit_us(num, repeats) for num in CONTEXTS}
+    bars = [
+        Bar(
+            name=f"commit of {NUM_DECODES} decodes, context {num:,}",
+            measured=us,
+            unit="us",
+        )
+        for num, us in medians.items()
+    ]
+    worst = max(medians.values()) / min(medians.values())
+    bars.append(
+        Bar(
+            name="  slowest over fastest context",
+            measured=worst,
+            unit="x",
+            limit=1.2,
+        )
+    )
+    return bars
+
+
+def median_commit_us(num_context: int, repeats: int) -> float:
+    """Microseconds of a median commit, blocks that fill included."""
+    num_blocks = NUM_DECODES * (num_context // BLOCK_SIZE + repeats)
+    cache = PrefixCache(CacheConfig(num_blocks=num_blocks), Retention(Lru))
+    limits = SchedulerConfig(
+        token_budget=NUM_DECODES * num_context, max_num_running=NUM_DECODES
+    )
+    scheduler = Scheduler(limits, cache, Fcfs())
+    for index in range(NUM_DECODES):
+        scheduler.add(
+            RequestSpec(
+                request_id=RequestId(f"r{index}"),
+                prompt=TokenIds.from_ids([index] * num_context),
+                max_new_tokens=repeats + 32,
+                arrival_s=0.0,
+                domain=TENANT,
+                namespace=NAMESPACE,
+            )
+        )
+    times = []
+    for step in range(repeats + 16):
+        plan = scheduler.schedule(float(step))
+        samples = {chunk.request_id: (Sample(5),) for chunk in plan.chunks}
+        start = time.perf_counter()
+        scheduler.commit(plan, StepResult(samples), float(step))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[16:]) * 1e6
 
 
 def measure_memory() -> list[Bar]:
