@@ -174,9 +174,7 @@ class NaiveDriver:
         plan = replica.plan = replica.scheduler.schedule(now)
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            request = replica.scheduler.request(chunk.request_id)
-            assert request is not None
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         seconds = COSTS.step_seconds(shape)
         replica.ends_s = now + seconds
         replica.busy_s += seconds

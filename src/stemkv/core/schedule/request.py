@@ -275,9 +275,8 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens other than the newest output still lack KV."""
-        num_tokens = len(self._buffer) // TOKEN_BYTES
-        return num_tokens - self.num_computed > 1 or num_tokens == self._num_prompt
+        """Whether it waits, or has started and its prefill is not done."""
+        return self.state is not RequestState.RUNNING or self.is_unfinished
 
     @property
     def num_places_needed(self) -> int:
