@@ -305,8 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.driver.scheduler.pending
         assert plan is not None
         if plan.chunks:
-            chunk = data.draw(st.sampled_from(plan.chunks))
-            commit_but_for(self.driver, chunk.request_id)
+            ids = [chunk.request_id for chunk in plan.chunks]
+            commit_but_for(self.driver, data.draw(st.sampled_from(ids)))
 
     @precondition(lambda self: self.is_pending)
     @rule(num_done=st.integers(0, 4))

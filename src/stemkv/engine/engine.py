@@ -71,6 +71,7 @@ T = TypeVar("T")
 
 _MAX_STEP_RECORDS = 100_000
 _HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
+_MAX_IDLE_ACCOUNTS = 1024  # of tenants that hold nothing; what others held is one sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -945,6 +946,7 @@ class Engine:
             self.config.block_size,
             costs,
             max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
+            max_idle_accounts=_MAX_IDLE_ACCOUNTS,
         )
 
     def _make_core(
