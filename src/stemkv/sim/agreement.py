@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from stemkv.core.books.cost import CostModel, StepShape
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -105,8 +106,9 @@ def make_core(header: StepLogHeader) -> Scheduler:
     try:
         cache = PrefixCache(
             header.cache,
-            header.eviction.make(header.cache, costs),
-            quotas=header.quotas,
+            Retention.of(
+                header.eviction.make(header.cache, costs), header.cache, header.quotas
+            ),
         )
         order = header.order.make(costs)
         return Scheduler(header.scheduler, cache, order, costs=costs)

@@ -20,6 +20,7 @@ from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import RequestFinished, RequestPreempted, TokenSampled
 from stemkv.core.schedule.order.base import Order
@@ -79,9 +80,16 @@ class Replica:
         self.costs = costs
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
-        self.cache = PrefixCache(cache, make_policy, quotas=quotas, ledger=self.ledger)
+        self.cache = PrefixCache(
+            cache, Retention.of(make_policy, cache, quotas), watchers=(self.ledger,)
+        )
         self.scheduler = Scheduler(
-            limits, self.cache, order, costs=costs, sessions=sessions
+            limits,
+            self.cache,
+            order,
+            costs=costs,
+            sessions=sessions,
+            ledger=self.ledger,
         )
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
