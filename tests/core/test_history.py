@@ -174,7 +174,7 @@ def ask(history: History, asked: Question) -> list[PastRun]:
 
 
 @given(data=st.data(), block_size=st.sampled_from([1, 2, 3]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
     data: st.DataObject, block_size: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
 
 
 @given(data=st.data(), max_blocks=st.integers(1, 12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_bounded_history_forgets_and_never_invents(
     data: st.DataObject, max_blocks: int
 ) -> None:
