@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -115,6 +116,12 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def build_model(
     name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0
 ) -> torch.nn.Module:
+    """A model of its own: changing it or giving it to an engine concerns nobody."""
+    return deepcopy(_built(name, dtype, seed))
+
+
+@cache
+def _built(name: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
     return randomise(TINY[name](), seed).to(dtype).eval()
 
 

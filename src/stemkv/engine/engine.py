@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_STEP_RECORDS = 100_000
 _HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
+_MAX_IDLE_ACCOUNTS = 1024  # of tenants that hold nothing; what others held is one sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +168,7 @@ class Engine:
             self.config.block_size,
             costs,
             max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
+            max_idle_accounts=_MAX_IDLE_ACCOUNTS,
         )
 
     def _make_core(
