@@ -215,7 +215,7 @@ def play(acts: Iterable[Act], *, num_blocks: int, block_size: int) -> Stage:
     return stage
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(histories(), st.integers(1, 5), st.sampled_from([ALICE, BOB, CREW, None]))
 def test_what_a_domain_observes_does_not_depend_on_other_domains(
     acts: list[Act], block_size: int, observer: Domain | None

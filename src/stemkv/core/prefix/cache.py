@@ -30,7 +30,7 @@ from stemkv.core.prefix.keeper import Keeper, Waiting
 from stemkv.core.prefix.residency import Residency, descendants
 from stemkv.core.prefix.room import Demand, Room
 from stemkv.core.prefix.table import BlockCopy, BlockTable, Lease
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
 from stemkv.core.prefix.tree import Match, Node, PartialBlock
 from stemkv.core.prefix.watcher import Caller, Publication, Watcher
 from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
@@ -343,7 +343,11 @@ class PrefixCache:
         return True, (BlockCopy(source, target[0], offset) if offset else None)
 
     def publish(
-        self, lease: Lease, tokens: bytes | TokenIds, num_computed: int, now: float
+        self,
+        lease: Lease,
+        tokens: bytes | TokenBuffer | TokenIds,
+        num_computed: int,
+        now: float,
     ) -> int:
         """Make the whole blocks of `tokens[:num_computed]` matchable.
 
