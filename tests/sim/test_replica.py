@@ -59,7 +59,7 @@ def add(
         max_new_tokens=num_output,
         arrival_s=at,
         domain=Domain.private("a"),
-        namespace=b"n",
+        namespace=b"n" * 32,
     )
     replica.add(spec, 1_000 + len(replica.times))
 
