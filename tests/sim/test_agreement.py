@@ -208,6 +208,27 @@ def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_repeats(recording.log)
 
 
+def test_a_chunk_that_fails_alone_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = record(token_budget=64)
+    engine = recording.engine
+    execute = engine._served.runner.execute
+
+    def fail_for_one(plan: Any, *more: Any) -> Any:
+        if any(chunk.request_id == "r1" and chunk.start for chunk in plan.chunks):
+            raise RuntimeError("no luck")
+        return execute(plan, *more)
+
+    monkeypatch.setattr(engine._served.runner, "execute", fail_for_one)
+    for index in range(3):
+        ids = tokens(random_ids(40, seed=index))
+        engine.add(ids, PARAMS, request_id=f"r{index}")
+    ended = {c.request_id: c.finish_reason for c in engine.drain()}
+
+    assert ended.pop("r1") is FinishReason.FAILED
+    assert set(ended.values()) == {FinishReason.LENGTH}
+    assert_repeats(recording.log)
+
+
 def test_prompts_with_embeddings_are_repeated_without_their_content() -> None:
     recording = record(tiny_once("llama-group1", torch.float32), block_size=4)
     engine = recording.engine
