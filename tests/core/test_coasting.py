@@ -27,6 +27,7 @@ from stemkv.core import (
     TokenIds,
 )
 from stemkv.core.check import check_scheduler
+from stemkv.core.prefix.cache import CacheUsage
 from stemkv.core.prefix.events import BlocksPublished
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
@@ -43,7 +44,7 @@ from stemkv.core.schedule.events import (
 )
 from stemkv.core.schedule.order import Fair, Order
 from stemkv.errors import InvariantError, PromptTooLong
-from tests.core.scheduling import FCFS
+from tests.core.scheduling import FCFS, NAMESPACE
 from tests.seeds import slow
 
 BLOCK_SIZE = 4
@@ -87,7 +88,7 @@ def script(rng: random.Random, index: int, now: float) -> Script:
         max_new_tokens=num_output + (rng.randint(1, 5) if stops else 0),
         arrival_s=now,
         domain=Domain.private(rng.choice("ab")),
-        namespace=rng.choice([b"n", b"n", None]),
+        namespace=rng.choice([NAMESPACE, NAMESPACE, None]),
         hints=HINTS[index % len(HINTS)],
     )
     return Script(spec, TokenIds.from_ids(output).buffer, stops)
@@ -161,6 +162,11 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
     )
 
 
+def usage_of(run: Run) -> CacheUsage:
+    """Blocks by state; in tokens, one that coasts is behind until it is spelled out."""
+    return replace(run.scheduler.cache.usage(), num_active_tokens=0)
+
+
 def lru_cache(num_blocks: int) -> PrefixCache:
     config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     return PrefixCache(config, Retention(Lru))
@@ -231,7 +237,7 @@ def check_coasting(seed: int, make_cache: MakeCache, order: OrderConfig = FCFS) 
     assert coasting.work == plain.work
     assert coasting.events == plain.events
     assert coasting.debts == plain.debts
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert {type(e) for e in plain.events} >= {RequestAdmitted, RequestFinished}
     assert coasting.num_coasted > 30
 
@@ -259,7 +265,7 @@ def test_who_ends_while_a_step_runs_ends_in_the_same_order(seed: int) -> None:
     assert [e for e in coasting.events if not isinstance(e, BlocksPublished)] == [
         e for e in plain.events if not isinstance(e, BlocksPublished)
     ]
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert coasting.num_coasted > 20
 
 
@@ -298,7 +304,7 @@ def coasting_run(
             max_new_tokens=len(output) // TOKEN_BYTES,
             arrival_s=float(index),
             domain=Domain.private("a"),
-            namespace=b"n",
+            namespace=NAMESPACE,
         )
         run.scripts[spec.request_id] = Script(spec, output, stops=False)
         run.scheduler.add(spec)
@@ -360,11 +366,11 @@ def test_what_is_done_to_one_that_coasts_is_done_as_if_it_did_not(verb: str) -> 
         assert scheduler.num_coasting == (2 if run.coasts else 0)
         match verb:
             case "restart":
-                scheduler.restart("r0", b"m", None, 2.0)
+                scheduler.restart("r0", b"m" * 32, None, 2.0)
             case "cut_off":
                 scheduler.cut_off("r0")
             case "retire":
-                scheduler.retire(b"n", 2.0)
+                scheduler.retire(NAMESPACE, 2.0)
             case "cancel":
                 assert scheduler.cancel("r0", 2.0)
         check_scheduler(scheduler)
@@ -375,7 +381,7 @@ def test_what_is_done_to_one_that_coasts_is_done_as_if_it_did_not(verb: str) -> 
     assert not coasting.scheduler.has_work
     assert coasting.work == plain.work
     assert coasting.events == plain.events
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert coasting.num_coasted > 15
 
 
@@ -425,7 +431,7 @@ def test_coasting_ends_before_a_block_is_full_and_before_the_last_token(
     plain, coasting = runs
     assert coasting.work == plain.work
     assert coasting.events == plain.events
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     # In plans: the first token, the last, and every one that needs or fills a block.
     positions = range(num_prompt, num_prompt + num_output - 1)
     coasted = [p for p in positions[:-1] if p % 4 not in (0, 3)]
@@ -441,7 +447,7 @@ def test_who_cannot_coast_is_told_so(refused: str) -> None:
         max_new_tokens=9,
         arrival_s=0.0,
         domain=Domain.private("a"),
-        namespace=b"n",
+        namespace=NAMESPACE,
         num_samples=2 if refused == "several" else 1,
     )
     scheduler = run.scheduler
@@ -505,7 +511,7 @@ class Burst:
                 max_new_tokens=rng.choice([1, 2, 5, 14]),
                 arrival_s=float(step),
                 domain=Domain.private(rng.choice("aab")),
-                namespace=b"n",
+                namespace=NAMESPACE,
                 num_samples=rng.choice([1, 1, 1, 2]),
                 hints=HINTS[index % len(HINTS)],
             )
@@ -568,7 +574,7 @@ class Burst:
         request = rng.choice(scheduler.requests())
         match verb:
             case "restart":
-                scheduler.restart(request.request_id, b"n", None, now)
+                scheduler.restart(request.request_id, NAMESPACE, None, now)
             case "cut_off":
                 scheduler.cut_off(request.request_id)
             case "cancel":
@@ -704,7 +710,7 @@ class Loop:
         num_output: int,
         *,
         at: float,
-        namespace: bytes = b"n",
+        namespace: bytes = NAMESPACE,
     ) -> None:
         spec = RequestSpec(
             request_id=name,
@@ -770,13 +776,13 @@ def test_who_no_longer_awaits_what_did_not_come_is_not_skipped_over() -> None:
 def test_who_begins_again_where_it_finds_more_is_not_skipped_over() -> None:
     loop = Loop(num_blocks=9, token_budget=64)
     prompt = TokenIds.from_ids([1] * 17)
-    loop.add("leader", prompt, 9, at=0.0, namespace=b"m")
+    loop.add("leader", prompt, 9, at=0.0, namespace=b"m" * 32)
     loop.step()
     loop.add("waiting", prompt, 9, at=1.0)
     loop.step()
     assert not loop.started("waiting")
     assert loop.scheduler.num_quiet_steps, "it is blocked, and all others coast"
-    loop.scheduler.restart("waiting", b"m", None, 2.0)
+    loop.scheduler.restart("waiting", b"m" * 32, None, 2.0)
     assert_starts_next(loop, "waiting")
 
 
@@ -798,3 +804,17 @@ def test_what_was_kept_for_a_victim_that_coasts_is_for_others(coasts: bool) -> N
     assert num_before == 3
     # Whoever is left uses the whole budget, in the very step of the preemption.
     assert loop.work[-1][0] == 4
+
+
+def test_asking_for_quiet_steps_changes_nothing_even_after_one_has_woken() -> None:
+    loop = Loop(num_blocks=8)
+    loop.add("first", TokenIds.from_ids([1]), 3, at=0.0)
+    loop.add("second", TokenIds.from_ids([2]), 9, at=0.0)
+    loop.step()
+    assert (loop.scheduler.num_coasting, loop.scheduler.num_quiet_steps) == (2, 1)
+    loop.scheduler.cancel("first", 1.0)
+    wakes = list(loop.scheduler._lives.coasting._wakes)
+
+    assert loop.scheduler.num_quiet_steps == 2
+
+    assert loop.scheduler._lives.coasting._wakes == wakes

@@ -89,7 +89,7 @@ class Stage:
         self.seen.setdefault(domain, []).append(what)
 
     def _see_event(self, event: Any) -> None:
-        self._see(event.domain, event)
+        self._see(event.domain, without_ids(event))
 
     def play(self, act: Act) -> None:
         if act.verb == "begin":
@@ -162,6 +162,11 @@ class Stage:
             assert owner == act.domain or is_public, "KV of another domain"
             read.append("public" if is_public else str(owner))
         return read
+
+
+def without_ids(event: BlocksPublished | BlocksEvicted | BlocksRetired) -> object:
+    """Which blocks are free next tells of others: ids are the operator's, as tables are."""
+    return type(event), event.now, event.namespace, event.domain, event.num_blocks
 
 
 def build_stage(*, num_blocks: int, block_size: int) -> Stage:
@@ -327,10 +332,10 @@ def run_scheduler(arrivals: list[Arrival]) -> dict[str, list[object]]:
             seen.setdefault(tenant_of[chunk.request_id], []).append(work)
         for event in scheduler.commit(plan, runner.execute(plan), now):
             if isinstance(event, BlocksPublished | BlocksEvicted | BlocksRetired):
-                tenant = event.domain.name
+                tenant, what = event.domain.name, without_ids(event)
             else:
-                tenant = tenant_of[event.request_id]
-            seen.setdefault(tenant, []).append((step, event))
+                tenant, what = tenant_of[event.request_id], event
+            seen.setdefault(tenant, []).append((step, what))
         check_scheduler(scheduler)
         runner.check()
         for tenant in ("x", "y", "z"):

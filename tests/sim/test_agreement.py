@@ -186,7 +186,7 @@ def test_what_a_request_had_reused_is_forgotten_when_it_begins_again() -> None:
 def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record(token_budget=16)
     engine = recording.engine
-    execute = engine._runner.execute
+    execute = engine._served.runner.execute
     num_steps = 0
 
     def fail_twice(*arguments: Any) -> Any:
@@ -196,7 +196,7 @@ def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no luck")
         return execute(*arguments)
 
-    monkeypatch.setattr(engine._runner, "execute", fail_twice)
+    monkeypatch.setattr(engine._served.runner, "execute", fail_twice)
     for index in range(5):
         engine.add(tokens(random_ids(40, seed=index % 2)), PARAMS)
     ended = engine.drain()
@@ -623,9 +623,7 @@ def run_on_cost(
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         samples = {}
         for chunk in plan.chunks:
-            request = scheduler.request(chunk.request_id)
-            assert request is not None
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
             samples[chunk.request_id] = (Sample(plan.step % 50),) * chunk.num_samples
         now += cost.step_seconds(shape)
         for event in scheduler.commit(plan, StepResult(samples), now):

@@ -273,7 +273,12 @@ class _RecordedScheduler(Scheduler):
         with self._recorder.nested():  # as above
             events = super().commit(plan, result, now)
         self._recorder.write(
-            Committed(now=now, samples=result.samples, state=CoreState.of(self))
+            Committed(
+                now=now,
+                samples=result.samples,
+                state=CoreState.of(self),
+                failed=result.failed,
+            )
         )
         return events
 

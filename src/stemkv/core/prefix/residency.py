@@ -34,6 +34,10 @@ from stemkv.core.prefix.watcher import Audience, Caller, Publication, Watcher
 
 __all__ = ["Residency"]
 
+# Domains that keep their space of keys, for each block: as many can have one here, or
+# eight that a policy remembers.
+_SPACES_PER_BLOCK = 9
+
 _DROPPED: dict[
     DropReason, type[BlocksEvicted] | type[BlocksRefused] | type[BlocksRetired]
 ] = {
@@ -63,7 +67,9 @@ class Residency:
         self.num_evicted = 0
         self.num_published = 0  # blocks that ever became matchable
         self._free = free
-        self._keys = BlockKeys(self.tree.block_bytes)
+        self._keys = BlockKeys(
+            self.tree.block_bytes, _SPACES_PER_BLOCK * config.num_blocks
+        )
         self._emit: Callable[[CacheEvent], None] | None = None
         self._tick = 0  # number of the last event that the keeper was told of
         self.audience.add(keeper)
@@ -385,7 +391,8 @@ class Residency:
                 end = self.blocks_outside_span(run.tokens, start + num_alike)
                 stop = end if end > start else stop
             run.keys = keys[: stop - start]
-        run.block_ids = run.block_ids[: stop - start]
+        if stop != run.stop:
+            run.block_ids = run.block_ids[: stop - start]
 
     def _evict_over_cap(self, domain: Domain, now: float) -> None:
         self.keeper.look_ahead(now)

@@ -23,6 +23,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from stemkv.errors import RequestError, TokenOutOfRange
 
@@ -30,6 +31,7 @@ __all__ = [
     "MIN_SPAN_TOKENS",
     "TOKEN_BYTES",
     "Span",
+    "TokenBuffer",
     "TokenIds",
     "common_prefix_bytes",
     "end_outside_span",
@@ -92,7 +94,8 @@ class TokenIds:
     __slots__ = ("_buffer", "has_spans")
 
     def __init__(self, buffer: bytes) -> None:
-        buffer = bytes(buffer)  # free for bytes; anything else could change later
+        if not isinstance(buffer, bytes):  # anything else could change later
+            buffer = _copy_of_bytes(buffer)
         if len(buffer) % TOKEN_BYTES:
             raise TokenOutOfRange(
                 f"a token buffer holds 4 bytes per token, got {len(buffer)} bytes",
@@ -196,6 +199,21 @@ class TokenIds:
         return f"TokenIds(<{len(self)} tokens>)"
 
 
+class TokenBuffer(bytearray):
+    """Token ids that grow at their end, where `bytes` would be copied for each token.
+
+    Read as `bytes` are: a slice is immutable and only as long as what was asked for.
+    Whoever is handed one takes slices and never keeps it.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        return bytes(part) if isinstance(part, bytearray) else part
+
+    def __add__(self, other: Any) -> Any:
+        return b"".join((self, other))
+
+
 def end_outside_span(tokens: bytes, num_tokens: int) -> int:
     """Return the last position up to `num_tokens` at which a match may end.
 
@@ -214,7 +232,11 @@ def end_outside_span(tokens: bytes, num_tokens: int) -> int:
 
 
 def common_prefix_bytes(
-    left: bytes, left_start: int, right: bytes, right_start: int, limit: int
+    left: bytes | bytearray,
+    left_start: int,
+    right: bytes | bytearray,
+    right_start: int,
+    limit: int,
 ) -> int:
     """Return how many leading bytes agree, at most `limit`; O(answer) bytes read.
 
@@ -242,6 +264,17 @@ def common_prefix_bytes(
         else:
             step = half
     return same
+
+
+def _copy_of_bytes(buffer: object) -> bytes:
+    """Copy a buffer of single bytes; a wider one says nothing of its byte order."""
+    if isinstance(buffer, bytearray | memoryview) and memoryview(buffer).itemsize == 1:
+        return bytes(buffer)
+    raise TokenOutOfRange(
+        f"TokenIds takes bytes, got {type(buffer).__name__}; TokenIds.from_ids takes "
+        f"integers and TokenIds.from_buffer arrays of any integer type",
+        field="tokens",
+    )
 
 
 def _to_native(buffer: bytes) -> bytes:

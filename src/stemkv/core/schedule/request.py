@@ -20,11 +20,19 @@ from typing import NewType
 
 from stemkv.core.books.share import ShareOfWork
 from stemkv.core.books.waits import Waits
+from stemkv.core.prefix.door import check_domain, check_namespace
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.table import Lease
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
-from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
+from stemkv.errors import (
+    EmptyPrompt,
+    InvalidLimit,
+    InvariantError,
+    RequestError,
+    TokenOutOfRange,
+)
 
 __all__ = [
     "FinishReason",
@@ -80,11 +88,21 @@ class RequestSpec:
     hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
-        if not self.request_id or "#" in self.request_id:
+        if (
+            not isinstance(self.request_id, str)
+            or not self.request_id
+            or "#" in self.request_id
+        ):
             raise RequestError(
                 f"request_id must be non-empty and free of '#', which marks the "
                 f"samples of a request, got {self.request_id!r}",
                 field="request_id",
+            )
+        if not isinstance(self.prompt, TokenIds):
+            raise TokenOutOfRange(
+                f"prompt must be TokenIds, got {type(self.prompt).__name__}; "
+                f"TokenIds.from_ids and from_buffer convert",
+                field="prompt",
             )
         if len(self.prompt) == 0:
             raise EmptyPrompt(
@@ -108,11 +126,8 @@ class RequestSpec:
                 f"got {self.start_position!r:.80}",
                 field="start_position",
             )
-        if not isinstance(self.namespace, bytes | None):
-            raise RequestError(
-                f"namespace must be bytes or None, got {type(self.namespace).__name__}",
-                field="namespace",
-            )
+        check_namespace(self.namespace)
+        check_domain(self.domain)
         if self.domain == PUBLIC:
             raise RequestError(
                 "domain must be the caller's own; what is public is declared by the "
@@ -130,10 +145,12 @@ class RequestSpec:
                 f"got {type(self.request_class).__name__}",
                 field="request_class",
             )
-        if not math.isfinite(self.arrival_s):
+        if not isinstance(self.arrival_s, int | float) or not math.isfinite(
+            self.arrival_s
+        ):
             raise RequestError(
                 f"arrival_s must be finite to have a place in an order, "
-                f"got {self.arrival_s}",
+                f"got {self.arrival_s!r:.80}",
                 field="arrival_s",
             )
 
@@ -170,6 +187,7 @@ class Request:
     __slots__ = (
         "_buffer",
         "_num_prompt",
+        "_num_tokens",
         "counts",
         "epoch",
         "finish_reason",
@@ -223,7 +241,8 @@ class Request:
         self.waits = Waits(spec.arrival_s)
         self.first_scheduled_s: float | None = None
         self.finish_reason: FinishReason | None = None
-        self._buffer = spec.prompt.buffer
+        self._buffer: bytes | TokenBuffer = spec.prompt.buffer
+        self._num_tokens = len(spec.prompt)
         self._num_prompt = len(spec.prompt)  # asked for at every step
 
     @property
@@ -233,13 +252,21 @@ class Request:
 
     @property
     def tokens(self) -> bytes:
-        """Prompt and output so far, int32 little-endian."""
+        """Prompt and output so far, int32 little-endian; copied once there is output.
+
+        O(tokens) then: for what happens once, not at every step.
+        """
+        return bytes(self._buffer)
+
+    @property
+    def growing_tokens(self) -> bytes | TokenBuffer:
+        """The same, not copied: to be read at once and not kept."""
         return self._buffer
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output so far."""
-        return len(self._buffer) // TOKEN_BYTES
+        return self._num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -249,7 +276,7 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self._buffer) // TOKEN_BYTES - self._num_prompt
+        return self._num_tokens - self._num_prompt
 
     @property
     def num_remaining(self) -> int:
@@ -275,9 +302,12 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens other than the newest output still lack KV."""
-        num_tokens = len(self._buffer) // TOKEN_BYTES
-        return num_tokens - self.num_computed > 1 or num_tokens == self._num_prompt
+        """Whether it waits, or has started and its prefill is not done."""
+        return self.state is not RequestState.RUNNING or self.is_unfinished
+
+    def as_waiting(self) -> Waiting:
+        """What it will look up, for eviction to know."""
+        return Waiting(self.namespace, self.spec.domain, self.tokens)
 
     @property
     def num_places_needed(self) -> int:
@@ -300,11 +330,14 @@ class Request:
 
     def append(self, token: int) -> None:
         """Add an output token."""
-        self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.extend(token.to_bytes(TOKEN_BYTES, "little", signed=True))
 
     def extend(self, tokens: bytes) -> None:
         """Add output tokens, int32 little-endian."""
+        if isinstance(self._buffer, bytes):
+            self._buffer = TokenBuffer(self._buffer)
         self._buffer += tokens
+        self._num_tokens += len(tokens) // TOKEN_BYTES
 
     def count_matched(self, num_matched: int, num_copied: int) -> None:
         """Count prompt tokens that need no first computation, each at most once."""
@@ -348,6 +381,7 @@ class Request:
         self.num_steps_awaiting = 0
         self.counts = TokenCounts(discarded=counts.discarded + discarded)
         self._buffer = self.spec.prompt.buffer
+        self._num_tokens = self._num_prompt
 
     def become_sample(self, parent: Request, sample: int) -> None:
         """Take over the progress of the request whose prefill this one shares."""
