@@ -80,6 +80,7 @@ CORE_STDLIB = {
     "hashlib",
     "heapq",
     "itertools",
+    "json",  # canonical text of a config
     "math",
     "operator",
     "struct",

@@ -6,10 +6,12 @@ surface of the core; the engine is `stemkv.engine` and needs the extra `engine`.
 
 from stemkv.core import (
     PUBLIC,
+    BlockCopy,
     CacheConfig,
     ComputeIdentity,
     Domain,
     Fcfs,
+    Lease,
     Lru,
     PrefixCache,
     RequestSpec,
@@ -22,10 +24,12 @@ from stemkv.errors import StemKVError
 
 __all__ = [
     "PUBLIC",
+    "BlockCopy",
     "CacheConfig",
     "ComputeIdentity",
     "Domain",
     "Fcfs",
+    "Lease",
     "Lru",
     "PrefixCache",
     "RequestSpec",

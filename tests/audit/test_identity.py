@@ -28,7 +28,7 @@ from stemkv.audit.identity.evidence import Evidence, gather_evidence
 from stemkv.audit.identity.keys import FIELD_KEYS
 from stemkv.audit.identity.variants import place_adapters
 from stemkv.audit.verdict import AuditReport, Check, Verdict
-from stemkv.core import identity as identity_module
+from stemkv.core.prefix import identity as identity_module
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.identity import FIELD_TAGS, Domain
 from stemkv.core.prefix.sharing import SharingPolicy

@@ -488,3 +488,68 @@ def test_nobody_owns_the_public_domain() -> None:
     assert Domain(DomainKind.PUBLIC, "") == PUBLIC
     with pytest.raises(ConfigError, match="must be empty for public"):
         Domain(DomainKind.PUBLIC, "alice")
+
+
+# Built from few facts
+
+FACTS: dict[str, Any] = {
+    "model_config": {"hidden_size": 64, "rope": {"theta": 10_000.0}},
+    "weights_digest": bytes(32),
+    "engine_config": {"name": "mine", "version": "1.0", "tensor_parallel": 1},
+    "kv_dtype": "bfloat16",
+    "block_size": 16,
+    "adapter_digest": None,
+}
+
+
+def test_six_facts_name_a_namespace_and_each_of_them_decides_it() -> None:
+    changed = {
+        "model_config": {"hidden_size": 64, "rope": {"theta": 500_000.0}},
+        "weights_digest": bytes([1]) * 32,
+        "engine_config": {"name": "mine", "version": "1.1", "tensor_parallel": 1},
+        "kv_dtype": "float16",
+        "block_size": 32,
+    }
+    namespaces = [ComputeIdentity.of(**FACTS).namespace()]
+    for name, value in changed.items():
+        namespaces.append(ComputeIdentity.of(**{**FACTS, name: value}).namespace())
+    for generation in (0, 1):
+        adapted = {
+            "adapter_digest": bytes([2]) * 32,
+            "adapter_scale": 1.0,
+            "adapter_generation": generation,
+        }
+        namespaces.append(ComputeIdentity.of(**{**FACTS, **adapted}).namespace())
+    namespaces.append(ComputeIdentity.of(**FACTS, start_position=5).namespace())
+
+    assert None not in namespaces
+    assert len(set(namespaces)) == len(namespaces)
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_a_fact_that_nobody_gave_stays_unknown_and_shares_with_nobody(
+    name: str,
+) -> None:
+    facts = {key: value for key, value in FACTS.items() if key != name}
+
+    assert ComputeIdentity.of(**facts).namespace() is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"model_config": {1: "a"}}, "model_config has a name that is not text: 1"),
+        ({"model_config": {"x": [{2: "a"}]}}, "not text: 2"),
+        ({"model_config": {"x": float("nan")}}, "model_config must be JSON"),
+        ({"engine_config": {"x": object()}}, "engine_config must be JSON"),
+        ({"engine_config": {}}, "engine_config must be a non-empty mapping"),
+        ({"engine_config": "vllm 1.0"}, "engine_config must be a non-empty mapping"),
+        ({"kv_dtyp": "bfloat16"}, "no field kv_dtyp"),
+        ({"block_size": 16.0}, "block_size"),
+    ],
+)
+def test_facts_that_would_not_tell_configs_apart_are_refused(
+    facts: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ComputeIdentity.of(**{**FACTS, **facts})

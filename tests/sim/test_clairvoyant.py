@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core import eviction
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention import policy as eviction
 from stemkv.core.retention.policy import EvictionPolicy
 from stemkv.errors import InvariantError
 from stemkv.sim.bounds import clairvoyant

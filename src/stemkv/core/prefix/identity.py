@@ -19,12 +19,13 @@ values or leaving one out always changes the bytes: the encoding is injective.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from stemkv.errors import ConfigError, InvariantError
 
@@ -91,6 +92,65 @@ class ComputeIdentity:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check(field.name, getattr(self, field.name), str(field.type))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        model_config: Mapping[str, object] | Unknown = UNKNOWN,
+        weights_digest: bytes | Unknown = UNKNOWN,
+        engine_config: Mapping[str, object] | Unknown = UNKNOWN,
+        kv_dtype: str | Unknown = UNKNOWN,
+        block_size: int | Unknown = UNKNOWN,
+        adapter_digest: bytes | None | Unknown = UNKNOWN,
+        adapter_scale: float | None | Unknown = UNKNOWN,
+        **facts: bytes | str | float | None | Unknown,
+    ) -> ComputeIdentity:
+        """Return an identity from the facts that an engine's owner has at hand.
+
+        `model_config` is everything the model was built from (positions, mask and
+        window included), `engine_config` everything that shapes KV besides it: name and
+        version, kernels, layout, parallelism, KV quantisation, numerics. Their digests
+        stand in for the fields that they determine. What is not given stays `UNKNOWN`,
+        and such requests share with nobody; "no adapter" must be said, as `None`. Any
+        field by its name in `facts` goes before what is made up here, such as
+        `start_position` (0) and `weights_generation` (0); tokenizer, template, tools
+        and media are `None`, as keys are made from final token ids.
+
+        Raises `ConfigError` for a config that is not JSON, and for unknown fields.
+        """
+        unknown = sorted(set(facts) - set(FIELD_TAGS))
+        if unknown:
+            raise ConfigError(f"ComputeIdentity has no field {', '.join(unknown)}")
+        model = _digest_of("model_config", model_config)
+        engine = _digest_of("engine_config", engine_config)
+        has_no_adapter = adapter_digest is None
+        derived: dict[str, Any] = {
+            "model_architecture": model,
+            "weights_digest": weights_digest,
+            "weights_generation": 0,
+            "adapter_digest": adapter_digest,
+            "adapter_scale": None if has_no_adapter else adapter_scale,
+            "adapter_generation": None if has_no_adapter else UNKNOWN,
+            "position_scheme": model,
+            "start_position": 0,
+            "mask_rule": model,
+            # Neither is a number that we know; what they are is in the digests.
+            "attention_window": UNKNOWN if model is UNKNOWN else None,
+            "kv_dtype": kv_dtype,
+            "kv_scales_digest": UNKNOWN if engine is UNKNOWN else None,
+            "kv_layout": engine,
+            "block_size": block_size,
+            "parallel_layout": engine,
+            "tokenizer_digest": None,
+            "chat_template_digest": None,
+            "tool_schema_version": None,
+            "media_preprocessing_version": None,
+            "numerics_class": engine,
+            "numerics_tile": UNKNOWN if engine is UNKNOWN else 1,
+            "engine_build": engine,
+        }
+        return cls(**{**derived, **facts})
 
     def unknown_fields(self) -> tuple[str, ...]:
         """Return the names of the facts that could not be established."""
@@ -194,6 +254,37 @@ class Domain:
 
 
 PUBLIC: Final = Domain(DomainKind.PUBLIC, "")
+
+
+def _digest_of(name: str, config: Mapping[str, object] | Unknown) -> str | Unknown:
+    """Return a name for all that a config says, equal only for equal configs."""
+    if config is UNKNOWN:
+        return UNKNOWN
+    if not isinstance(config, Mapping) or not config:
+        raise ConfigError(
+            f"{name} must be a non-empty mapping of everything that shapes KV, or "
+            f"UNKNOWN, got {config!r:.80}"
+        )
+    _check_names(name, config)
+    try:
+        text = json.dumps(dict(config), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} must be JSON, so that equal configs have equal digests: {error}"
+        ) from None
+    return f"{name}:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _check_names(name: str, value: object) -> None:
+    """Refuse names that are not text: JSON would write 1 and "1" alike."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{name} has a name that is not text: {key!r:.80}")
+            _check_names(name, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_names(name, inner)
 
 
 def _encode_value(value: _Value) -> tuple[int, bytes]:
