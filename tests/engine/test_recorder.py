@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from stemkv.core import OrderConfig, PrefixCache, Scheduler
+from stemkv.core import OrderConfig
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recorder import StepRecorder
@@ -25,15 +25,9 @@ from stemkv.measure.steplog import (
 from tests.engine.models import build_engine, kv_bytes, random_ids, tiny_once, tokens
 from tests.engine.recording import record
 from tests.engine.serving import random_traffic, serve
+from tests.knobs import engine_config
 
 PARAMS = SamplingParams(max_new_tokens=4)
-
-
-def test_an_engine_without_recorder_has_the_plain_core() -> None:
-    engine = build_engine(tiny_once("llama-group1", torch.float32))
-
-    assert type(engine.scheduler) is Scheduler
-    assert type(engine.cache) is PrefixCache
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -62,10 +56,13 @@ def test_the_log_tells_prompts_outputs_and_every_step_in_order() -> None:
 
     log = recording.log
 
-    assert log.header.cache == engine.cache.config
-    assert log.header.scheduler == engine.scheduler.config
-    assert (log.header.eviction, log.header.order) == (EvictionConfig(), OrderConfig())
-    assert (log.header.quotas, log.header.costs) == (None, None)
+    assert log.header.core.cache == engine.cache.config
+    assert log.header.core.scheduler == engine.scheduler.config
+    assert (log.header.core.eviction, log.header.core.order) == (
+        EvictionConfig(),
+        OrderConfig(),
+    )
+    assert (log.header.core.quotas, log.header.costs) == (None, None)
     (spec,) = log.specs
     assert (spec.request_id, list(spec.prompt)) == ("r", random_ids(30))
     steps = log.steps()
@@ -133,7 +130,7 @@ class FullDisk(io.StringIO):
 def test_an_engine_goes_on_when_its_log_cannot_be_written(num_lines: int) -> None:
     loaded = tiny_once("llama-group1", torch.float32)
     recorder = StepRecorder(FullDisk(num_lines), model="tiny")
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 16, 8), block_size=8, num_threads=1
     )
     engine = Engine(loaded, config, recorder=recorder)
@@ -149,7 +146,7 @@ def test_an_engine_goes_on_when_somebody_closed_its_log() -> None:
     loaded = tiny_once("llama-group1", torch.float32)
     file = io.StringIO()
     recorder = StepRecorder(file, model="tiny")
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 16, 8), block_size=8, num_threads=1
     )
     engine = Engine(loaded, config, recorder=recorder)

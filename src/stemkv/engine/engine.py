@@ -22,8 +22,8 @@ import torch
 
 from stemkv.core.books.cost import CostModel
 from stemkv.core.books.entry import LedgerEntry
-from stemkv.core.books.ledger import Ledger
-from stemkv.core.prefix.cache import CacheUsage, DomainUsage, PrefixCache
+from stemkv.core.core import Core, Recorder
+from stemkv.core.prefix.cache import CacheUsage, DomainUsage
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identities import Identities, LoadedAdapter
 from stemkv.core.prefix.identity import PUBLIC, ComputeIdentity, Domain
@@ -32,10 +32,8 @@ from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.plan import StepPlan
 from stemkv.core.schedule.request import FinishReason, RequestId, RequestSpec
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.adapters import Adapters
 from stemkv.engine.config import EngineConfig
-from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.digest import combine
 from stemkv.engine.embedding import EmbeddedPrompt
 from stemkv.engine.identity import identify
@@ -44,7 +42,6 @@ from stemkv.engine.linear import linear_places
 from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import Numerics, numerics_named
 from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
-from stemkv.engine.recorder import StepRecorder
 from stemkv.engine.rollout import InFlight, Rollouts
 from stemkv.engine.runner import ModelRunner, prepare_model
 from stemkv.engine.samples import Completion, LiveSample, LiveSamples
@@ -69,7 +66,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_STEP_RECORDS = 100_000
-_HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +86,7 @@ class Engine:
     Takes ownership of `loaded.model`: its linears are packed in place. `clock` gives
     seconds and must not go back; `on_logits(request id of the sample, output index,
     logits row)` sees every row that is sampled from, before it is, and `on_event`
-    every event of the core, in order. `recorder` writes a step log. With `costs` the
+    every event of the core, in order. `recorder` hears every verb of the core (`StepRecorder` writes a step log). With `costs` the
     engine keeps books (`ledger`) in its prices, eviction can save seconds
     (`EngineConfig.eviction`), and `on_entry` gets the entry of every request that has
     ended.
@@ -107,12 +103,13 @@ class Engine:
         clock: Callable[[], float] = monotonic,
         on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
-        recorder: StepRecorder | None = None,
+        recorder: Recorder | None = None,
         costs: CostModel | None = None,
         on_entry: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
-        settings = CoreSettings.of(self.config, loaded, costs)  # or say what is wrong
+        settings = self.config.core_of(loaded)
+        settings.check(costs)  # or say what is wrong, before it takes time
         self.loaded = loaded
         self.on_logits = on_logits
         self.on_event = on_event
@@ -140,14 +137,15 @@ class Engine:
             check_layers(self._runner, loaded.vocab_size)
         self._check(numerics, runs_self_test=self.config.runs_self_test)
         self._identities = Identities(self._identify(numerics))
-        self.ledger = None if costs is None else self._make_ledger(costs)
-        self.cache, self.scheduler = self._make_core(settings, recorder)
-        self._rollouts = Rollouts(self.scheduler)
+        self.core = Core(settings, costs, recorder=recorder)
+        self.cache, self.scheduler = self.core.cache, self.core.scheduler
+        self.ledger = self.core.ledger
+        self._rollouts = Rollouts(self.core)
         self._rechecks = Rechecks(
             self._runner,
             share=self.config.recheck_share,
             rng=random.Random(self.config.recheck_seed),
-            token_budget=self.config.token_budget,
+            token_budget=self.config.core.scheduler.token_budget,
         )
 
     # Questions
@@ -286,7 +284,7 @@ class Engine:
         current, num_blocks = self.namespace, 0
         if current is not None:
             try:
-                num_blocks = self.cache.declare_public(current, prefix)
+                num_blocks = self.core.declare(current, prefix)
             except ConfigError as error:
                 raise ConfigError(
                     f"{error} (that is public_bytes of the quotas; a block takes "
@@ -340,7 +338,7 @@ class Engine:
                 f"begins with it; declare it first, or say which tenant's it is"
             )
         now = self._clock()
-        return self.cache.keep(namespace, domain, prefix, until=now + for_s, now=now)
+        return self.core.keep(namespace, domain, prefix, until=now + for_s, now=now)
 
     def end_session(
         self,
@@ -357,7 +355,7 @@ class Engine:
         Hints(session=session)  # says what is wrong with it
         domain = self._sharing.domain(tenant, request_class)
         if domain is not None:
-            self.cache.end_session(domain, session, self._clock())
+            self.core.end_session(domain, session, self._clock())
 
     def add(
         self,
@@ -428,9 +426,9 @@ class Engine:
             request_class=request_class,
             adapter=adapter,
             embedded=embedded,
-            max_num_samples=self.config.max_num_running,
+            max_num_samples=self.config.core.scheduler.max_num_running,
         )
-        self.scheduler.add(spec)
+        self.core.add(spec)
         self._samples.take_in(samples)
         return spec.request_id
 
@@ -441,7 +439,7 @@ class Engine:
         """
         now = self._clock()
         num_cancelled = sum(
-            self.scheduler.cancel(live.sample_id, now)
+            self.core.cancel(live.sample_id, now)
             for live in self._samples.of_request(request_id)
             if tenant is None or live.tenant == tenant
         )
@@ -652,11 +650,11 @@ class Engine:
             if is_same or not live.is_in_core:
                 continue
             if in_flight is InFlight.ABORT:
-                self.scheduler.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
+                self.core.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
             elif in_flight is InFlight.RESTART:
                 self._restart(live, now)
             else:
-                self.scheduler.cut_off(live.sample_id)
+                self.core.cut_off(live.sample_id)
         self._take_events(self.scheduler.take_events())
         self._rollouts.make_due()
         return self._identities.generation
@@ -675,7 +673,7 @@ class Engine:
         self._closed.clear()
         now = self._clock()
         for namespace in self._identities.namespaces():
-            self.cache.retire(namespace, now)
+            self.core.reset(namespace, now)
             self._declare(namespace)
         self._take_events(self.scheduler.take_events())
         return ResetReport(
@@ -718,7 +716,7 @@ class Engine:
                 return request_id
 
     def _run_step(self) -> tuple[Event, ...]:
-        plan = self.scheduler.schedule(self._clock())
+        plan = self.core.schedule(self._clock())
         start = self._clock()
         try:
             logits = self._runner.execute(plan, self._samples.embedded())
@@ -726,7 +724,7 @@ class Engine:
             result = self._samples.sample(plan, logits, self.on_logits)
         except BaseException as error:
             # Whatever it was, the next step must find no plan pending.
-            events = self.scheduler.abandon(plan, self._clock())
+            events = self.core.abandon(plan, self._clock())
             if isinstance(error, Exception) and not isinstance(error, StemKVError):
                 # Kernels and model code fail in all ways. One failing pass must not
                 # stop the engine: its requests end, others go on.
@@ -736,7 +734,7 @@ class Engine:
             raise
         now = self._clock()
         self._record(plan, start, now)
-        return self.scheduler.commit(plan, result, now)
+        return self.core.commit(plan, result, now)
 
     def _take_events(self, events: tuple[Event, ...]) -> None:
         """Settle what happened; what ended waits for the next `step` to return it."""
@@ -826,7 +824,7 @@ class Engine:
     ) -> int:
         """Advance the generation, fence, deal with requests, then change the state."""
         self._retire(self._identities.replace_base(base))
-        epoch = self.scheduler.fence()
+        epoch = self.core.fence()
         self._handle_in_flight(in_flight)
 
         def change_safely() -> None:
@@ -855,7 +853,7 @@ class Engine:
         for one more namespace must not fail it.
         """
         try:
-            self.cache.declare_public(namespace, prefix)
+            self.core.declare(namespace, prefix)
         except ConfigError as error:
             _log.warning("a public prefix stays private for one adapter: %s", error)
 
@@ -873,7 +871,7 @@ class Engine:
         for namespace in namespaces:
             self._declared.discard(namespace)
             self._closed.discard(namespace)
-            self.scheduler.retire(namespace, now)
+            self.core.retire(namespace, now)
         self._take_events(self.scheduler.take_events())
 
     def _handle_in_flight(
@@ -890,7 +888,7 @@ class Engine:
             if version is not None and request.spec.adapter != version:
                 continue
             if in_flight is InFlight.ABORT:
-                self.scheduler.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
+                self.core.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
             else:
                 self._restart(live, now)
         self._take_events(self.scheduler.take_events())
@@ -911,7 +909,7 @@ class Engine:
                     live.adapter, start_position=live.start_position
                 )
         # Else the adapter was unloaded meanwhile: this request stays on it, alone.
-        self.scheduler.restart(live.sample_id, namespace, version, now, domain=domain)
+        self.core.restart(live.sample_id, namespace, version, now, domain=domain)
 
     def _drop_unused_adapters(self) -> None:
         """Free the versions that no name, request or waiting re-check refers to."""
@@ -939,29 +937,6 @@ class Engine:
 
     # Private: making
 
-    def _make_ledger(self, costs: CostModel) -> Ledger:
-        return Ledger(
-            self.config.block_size,
-            costs,
-            max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
-        )
-
-    def _make_core(
-        self, settings: CoreSettings, recorder: StepRecorder | None
-    ) -> tuple[PrefixCache, Scheduler]:
-        if recorder is not None:
-            return recorder.make_core(settings, ledger=self.ledger)
-        cache = PrefixCache(
-            settings.cache,
-            settings.make_policy,
-            quotas=settings.quotas,
-            ledger=self.ledger,
-        )
-        scheduler = Scheduler(
-            settings.scheduler, cache, settings.make_order(), costs=settings.costs
-        )
-        return cache, scheduler
-
     def _make_runner(self, numerics: Numerics) -> ModelRunner:
         return ModelRunner(
             self.loaded.model,
@@ -984,7 +959,7 @@ class Engine:
         return identify(
             self.loaded,
             numerics,
-            block_size=self.config.block_size,
+            block_size=self.config.core.cache.block_size,
             is_packed=self._linears.is_packed,
         )
 
@@ -993,7 +968,7 @@ class Engine:
         return KvMemory(
             num_layers=loaded.num_layers,
             num_blocks=num_blocks,
-            block_size=self.config.block_size,
+            block_size=self.config.core.cache.block_size,
             num_kv_heads=loaded.num_kv_heads,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,

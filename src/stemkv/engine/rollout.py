@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from stemkv.core.schedule.scheduler import Scheduler
+from stemkv.core.core import Core
 
 __all__ = ["InFlight", "Rollouts"]
 
@@ -30,8 +30,8 @@ class InFlight(Enum):
 class Rollouts:
     """Changes in place, each made once all requests of before it have ended."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     @property
@@ -47,8 +47,8 @@ class Rollouts:
         """Make all changes whose turn has come, in order, and lift their fences."""
         while self._waiting:
             epoch, change = self._waiting[0]
-            if self._scheduler.num_before(epoch):
+            if self._core.scheduler.num_before(epoch):
                 return
             self._waiting.popleft()
             change()
-            self._scheduler.lift_fence(epoch)
+            self._core.lift_fence(epoch)

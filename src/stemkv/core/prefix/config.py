@@ -16,7 +16,7 @@ __all__ = ["CacheConfig", "at_least", "is_number"]
 class CacheConfig:
     """How much KV memory there is and how it is cut."""
 
-    num_blocks: int
+    num_blocks: int = 1  # whose driver has bytes says how many (`CoreConfig.sized`)
     block_size: int = 16  # tokens; small: finer sharing, large: cheaper bookkeeping
     max_kept_share: float = 0.5  # of the blocks, that an operator may keep
 
