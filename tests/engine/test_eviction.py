@@ -146,8 +146,8 @@ def test_the_defaults_are_the_core_s_and_the_policy_is_the_reuse_index() -> None
 def test_settings_reach_the_core() -> None:
     engine, _ = build(lookahead=0, max_kept_share=0.25)
 
-    assert engine.scheduler.config.core.scheduler.lookahead == 0
-    assert engine.cache.config.core.cache.max_kept_share == 0.25
+    assert engine.scheduler.config.lookahead == 0
+    assert engine.cache.config.max_kept_share == 0.25
 
 
 @pytest.mark.parametrize("name", ["reuse_index", "gdsf", "lru"])

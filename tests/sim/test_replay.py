@@ -45,7 +45,8 @@ from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
 from stemkv.sim.hinting import HINTS, HintRule
-from stemkv.sim.policies import OBJECTIVES, ONLINE_EVICTIONS
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
+from stemkv.core.retention.policies import OBJECTIVES
 from stemkv.sim.quotas import MemoryQuota, TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule

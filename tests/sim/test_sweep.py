@@ -16,7 +16,7 @@ from stemkv.measure.results import SweepCell
 from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.config import ReplayConfig
-from stemkv.sim.policies import EVICTIONS
+from stemkv.sim.config import EVICTIONS
 from stemkv.sim.pricing import roofline
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import replay

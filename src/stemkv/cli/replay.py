@@ -40,15 +40,14 @@ from stemkv.cli.thresholds import (
 from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
 from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import ReplayConfig, check_online
 from stemkv.sim.curves import Study, study, with_study
-from stemkv.sim.outcome import trace_facts
-from stemkv.sim.policies import check_online
+from stemkv.sim.settings import trace_facts
 from stemkv.sim.replay import replay
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
-__all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "run_replay"]
+__all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "retaining", "run_replay"]
 
 _INCONCLUSIVE = 3
 
@@ -130,20 +129,26 @@ def run_replay(options: ReplayOptions) -> int:
     names = NUMBERS if options.has_clock else CLOCKLESS_NUMBERS
     thresholds = parse_thresholds(options.fail_on, names)
     deployment = deploy(options.deployment)
-    config = replace(options.config, num_blocks=_num_blocks(options, deployment))
+    config = options.config.sized(_num_blocks(options, deployment))
     if options.quotas is not None:
         config = replace(config, quotas=read_quotas(options.quotas))
     if options.retained_floor is not None:
         floor = deployment.floor_of(options.retained_floor, config.num_blocks)
-        config = replace(config, retained_floor_blocks=floor)
+        config = retaining(config, floor)
     console = PeoplesConsole(json_file=options.outputs.json)
     trace = load_trace(
         options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
     )
-    check_names(config.order, trace)
+    check_names(config.core.order, trace)
     say_if_open(trace, config.load.loop)
     run = _run_timed if options.has_clock else _run_sequence
     return run(console, trace, config, deployment, options, thresholds)
+
+
+def retaining(config: ReplayConfig, num_blocks: int) -> ReplayConfig:
+    """Return the settings with so many retained blocks that admission leaves."""
+    scheduler = replace(config.core.scheduler, retained_floor_blocks=num_blocks)
+    return replace(config, core=replace(config.core, scheduler=scheduler))
 
 
 def _num_blocks(options: ReplayOptions, deployment: Deployment) -> int:
@@ -210,9 +215,9 @@ def _run_sequence(
             "block_size": config.block_size,
             "memory_gib": gib,
             "eviction": config.eviction,
-            "objective": config.objective,
+            "objective": config.core.eviction.objective,
             "hints": str(config.hints),
-            "lookahead": config.lookahead or 0,
+            "lookahead": config.untimed_lookahead,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
         },

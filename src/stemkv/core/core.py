@@ -67,9 +67,11 @@ class CoreConfig:
                     f"got {type(value).__name__}"
                 )
 
-    def sized(self, num_blocks: int) -> CoreConfig:
+    def sized(self, num_blocks: int, *, block_size: int | None = None) -> CoreConfig:
         """Return these settings for a cache of so many blocks."""
-        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+        size = self.cache.block_size if block_size is None else block_size
+        cache = replace(self.cache, num_blocks=num_blocks, block_size=size)
+        return replace(self, cache=cache)
 
     def check(self, costs: CostModel | None) -> None:
         """Raise `ConfigError` where seconds are wanted and there are no costs."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from stemkv.core.books.cost import CostModel
-from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.core import CoreConfig, make_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import Domain
@@ -158,7 +158,7 @@ class _Sequence:
         self._num_blocks = num_blocks
         self._capacity = capacity
         self._rule = rule
-        self._cache = PrefixCache(config, lambda: policy)
+        self._cache = make_cache(CoreConfig(cache=config), make_policy=lambda: policy)
         self._clairvoyant = _clairvoyant(policy)
         self._reuses = reuses
         for namespace, prefixes in rule.public_prefixes(trace).items():
