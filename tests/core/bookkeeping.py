@@ -59,7 +59,8 @@ class BookedDriver(Driver):
         )
         self.keeper = Keeper(self.scheduler)
         if is_booked:
-            self.cache.ledger = self.ledger
+            self.cache.watch(self.ledger)
+            self.scheduler._lives.journal.ledger = self.ledger
 
     @property
     def entries(self) -> list[LedgerEntry]:

@@ -13,6 +13,7 @@ from stemkv.core.prefix.cache import Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policy import Lru
@@ -423,8 +424,16 @@ def test_publishing_returns_what_it_added_and_tells_it_once() -> None:
 
     assert added == [1, 1, 0, 1, 0]
     assert cache.usage().num_published_blocks == 3
-    assert sink.events == 3 * [
-        BlocksPublished(now=3.0, namespace=NAMESPACE, domain=ALICE, num_blocks=1)
+    assert sink.events == [
+        BlocksPublished(
+            now=3.0,
+            namespace=NAMESPACE,
+            domain=ALICE,
+            block_ids=(lease.table[start],),
+            start=start,
+            parent_block_id=lease.table[start - 1] if start else None,
+        )
+        for start in range(3)
     ]
 
 
@@ -848,7 +857,9 @@ def test_evictions_are_told_with_the_owner_and_the_count() -> None:
     assert cache.evict(2, 7.0) == 2
     assert cache.evict(0, 8.0) == 0
 
-    assert sink.events == [BlocksEvicted(now=7.0, domain=BOB, num_blocks=2)]
+    assert sink.events == [
+        BlocksEvicted(now=7.0, namespace=NAMESPACE, domain=BOB, block_ids=(1, 2))
+    ]
     assert cache.usage().num_evicted_blocks == 2
 
 
@@ -1484,7 +1495,7 @@ def test_serving_a_long_prompt_takes_no_call_per_block() -> None:
         def act() -> None:
             acquired.append(
                 cache.acquire(
-                    NAMESPACE, ALICE, prompt, num_slots=len(text) + 1, now=1.0
+                    NAMESPACE, ALICE, prompt, Demand(num_slots=len(text) + 1), now=1.0
                 )
             )
 

@@ -32,6 +32,7 @@ from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
 from stemkv.core.retention.policy import ReuseIndex
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -161,7 +162,7 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
 
 def lru_cache(num_blocks: int) -> PrefixCache:
     config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    return PrefixCache(config, Lru)
+    return PrefixCache(config, Retention(Lru))
 
 
 # A cache of so many blocks: the plain one, or one with quotas for instance.
@@ -639,8 +640,11 @@ def quota_cache(num_blocks: int) -> PrefixCache:
     quotas = {Domain.private(name): quota for name, quota in names.items()}
     return PrefixCache(
         config,
-        lambda: ReuseIndex(num_blocks),
-        quotas=QuotaConfig(quotas=quotas, default=Quota(cap_blocks=1)),
+        Retention.of(
+            lambda: ReuseIndex(num_blocks),
+            config,
+            QuotaConfig(quotas=quotas, default=Quota(cap_blocks=1)),
+        ),
     )
 
 
@@ -685,7 +689,7 @@ class Loop:
 
     def __init__(self, *, coasts: bool = True, num_blocks: int, **limits: int) -> None:
         cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Retention(Lru)
         )
         config = SchedulerConfig(watermark=0.0, **{"max_num_running": 6} | limits)
         self.scheduler = Scheduler(config, cache, Fcfs())

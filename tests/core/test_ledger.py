@@ -17,6 +17,7 @@ from stemkv.core.books.entry import MissReason, Regret
 from stemkv.core.books.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.prefix.events import BlocksRefused
 from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, Span
 from stemkv.core.schedule.events import RequestForked, RequestPreempted
 from stemkv.errors import InvariantError
@@ -299,7 +300,7 @@ def test_a_prompt_that_ends_in_a_span_ends_before_it() -> None:
 
     assert scheduler.cache.tree.num_blocks == 4, "all of it is there"
     assert plan.chunks[0].start == 2
-    ledger = scheduler.cache.ledger
+    ledger = scheduler._lives.journal.ledger
     assert ledger is not None
     entry = ledger.entry("again")
     assert entry is not None
@@ -697,14 +698,20 @@ def test_blocks_are_missing_exactly_when_an_acquire_fails(num_spare: int) -> Non
     driver = BookedDriver(num_blocks=7)
     serve(driver, "first", SEVENTEEN)  # four blocks cached
     cache, domain, asked = driver.cache, Domain.private("a"), tokens(SEVENTEEN).buffer
-    cache.acquire(None, domain, asked[:8], num_slots=8, now=driver.now)  # two of three
+    cache.acquire(
+        None, domain, asked[:8], Demand(num_slots=8), now=driver.now
+    )  # two of three
 
     # Five blocks, of which four are there, but held by nobody: only one is to spare.
     num_missing = cache.num_missing_blocks(
-        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare
+        NAMESPACE, domain, asked, Demand(num_slots=17, num_spare=num_spare)
     )
     lease = cache.acquire(
-        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare, now=driver.now
+        NAMESPACE,
+        domain,
+        asked,
+        Demand(num_slots=17, num_spare=num_spare),
+        now=driver.now,
     )
     assert num_missing == num_spare
     assert (lease is None) == (num_missing > 0)

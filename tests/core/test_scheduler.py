@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from stemkv.core import (
 )
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.room import Demand
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     PrefixAwaited,
@@ -504,9 +507,9 @@ def test_publishing_for_the_public_domain_itself_comes_to_an_end() -> None:
             assert self.num_published < 10, "the same blocks are published for ever"
             super().published(node_id, **how)
 
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Impatient)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Retention(Impatient))
     text = tokens(LONG).buffer
-    lease = cache.acquire(NAMESPACE, PUBLIC, text, num_slots=20, now=0.0)
+    lease = cache.acquire(NAMESPACE, PUBLIC, text, Demand(num_slots=20), now=0.0)
     assert lease is not None
 
     cache.publish(lease, text, 20, 0.0)
@@ -1063,7 +1066,7 @@ def test_an_abandoned_decode_leaves_no_half_written_block() -> None:
     driver.step()
     plan = driver.schedule()
     assert len(plan.copies) == 1
-    driver.runner.execute(plan, num_chunks=1)
+    driver.runner.fail(plan, 1)
 
     driver.abandon(plan)
 
@@ -1500,6 +1503,7 @@ def test_a_failed_admission_changes_nothing() -> None:
         usage,
         num_free_blocks=usage.num_free_blocks - 1,
         num_active_blocks=usage.num_active_blocks + 1,
+        num_active_tokens=usage.num_active_tokens + 1,
         peak_active_blocks=usage.peak_active_blocks + 1,
     )
     driver.finish()
@@ -1635,7 +1639,9 @@ def test_the_events_of_one_request_in_order() -> None:
     driver.run()
 
     first, second, third = [ord(c) - ord("a") for c in generate_alone(LONG[:6], 3)]
-    mine = Domain.private("a")
+    published = partial(
+        BlocksPublished, namespace=NAMESPACE, domain=Domain.private("a")
+    )
     assert driver.events == [
         RequestAdmitted(
             now=2.0,
@@ -1644,10 +1650,10 @@ def test_the_events_of_one_request_in_order() -> None:
             num_copied_tokens=0,
             is_resumed=False,
         ),
-        BlocksPublished(now=3.0, namespace=NAMESPACE, domain=mine, num_blocks=1),
+        published(now=3.0, block_ids=(0,), start=0, parent_block_id=None),
         TokenSampled(now=3.0, request_id="r", token=first, index=0),
         TokenSampled(now=5.0, request_id="r", token=second, index=1),
-        BlocksPublished(now=7.0, namespace=NAMESPACE, domain=mine, num_blocks=1),
+        published(now=7.0, block_ids=(1,), start=1, parent_block_id=0),
         TokenSampled(now=7.0, request_id="r", token=third, index=2),
         RequestFinished(
             now=7.0,

@@ -25,6 +25,7 @@ from stemkv.core.prefix.tokens import Span, TokenIds, end_outside_span
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.policy import Lru
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.order import Fcfs
 from stemkv.core.schedule.orders import OrderConfig
@@ -294,7 +295,7 @@ def test_steps_are_plans_with_what_came_of_them() -> None:
 
 
 def test_a_plan_s_digest_tells_block_tables_apart() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Retention(Lru))
     scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
     for name in ("a", "b"):
         scheduler.add(
@@ -344,7 +345,7 @@ class MostRecent(Lru):
 
 def after_evicting(policy: type[Lru]) -> tuple[str, tuple[PlanRecord, CoreState]]:
     """The records of a core in which two of four cached blocks were evicted."""
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), Retention(policy))
     scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
     for index in range(4):
         scheduler.add(
@@ -465,15 +466,24 @@ def without_spec(name: str) -> dict[str, Any]:
         (with_spec(prompt=""), "spec: prompt has no tokens"),
         (with_spec(max_new_tokens=0), "spec: max_new_tokens must be"),
         (with_spec(domain=["public", ""]), "spec: domain must be the caller's own"),
-        (with_spec(domain=["friends", "x"]), "spec.domain[0]: Invalid enum value 'friends'"),
+        (
+            with_spec(domain=["friends", "x"]),
+            "spec.domain[0]: Invalid enum value 'friends'",
+        ),
         (with_spec(domain="a"), "spec.domain: Expected `array`, got `str`"),
         ({"kind": "commit"}, "missing required field `now`"),
         (
             with_spec(hints={"session": "s"}),
             "spec.hints: Object missing required field `ends_session`",
         ),
-        (with_spec(hints=hint_line(next_use_s="soon")), "next_use_s: Invalid enum value 'soon'"),
-        (with_spec(hints=hint_line(ends_session=1)), "ends_session: Expected `bool`, got `int`"),
+        (
+            with_spec(hints=hint_line(next_use_s="soon")),
+            "next_use_s: Invalid enum value 'soon'",
+        ),
+        (
+            with_spec(hints=hint_line(ends_session=1)),
+            "ends_session: Expected `bool`, got `int`",
+        ),
         (
             with_spec(hints=hint_line(session=None, ends_session=True)),
             "spec.hints: hints.ends_session needs hints.session",

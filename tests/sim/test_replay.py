@@ -32,6 +32,9 @@ from stemkv.core import (
 from stemkv.core.books.cost import FittedCost, StepShape
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
+from stemkv.core.retention.policies import OBJECTIVES
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     RequestAdmitted,
     RequestFinished,
@@ -45,8 +48,6 @@ from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
 from stemkv.sim.hinting import HINTS, HintRule
-from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
-from stemkv.core.retention.policies import OBJECTIVES
 from stemkv.sim.quotas import MemoryQuota, TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule
@@ -150,7 +151,9 @@ class NaiveDriver:
             block_bytes = config.block_size * COSTS.bytes_per_token
             quotas = config.quotas.in_blocks(config.sharing, block_bytes)
         make_policy = config.policy().make(config.cache(), COSTS)
-        cache = PrefixCache(config.cache(), make_policy, quotas=quotas)
+        cache = PrefixCache(
+            config.cache(), Retention.of(make_policy, config.cache(), quotas)
+        )
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         scheduler = Scheduler(
@@ -533,9 +536,9 @@ TAMPERS: dict[str, Tamper] = {
     "retained": lambda loop: _account(loop, "retained_block_s", 1.0),
     "stall of a tenant": lambda loop: _account(loop, "stall_s", 1.0),
     "evicted by the cache": lambda loop: setattr(
-        loop._replicas[0].cache,
-        "_num_evicted",
-        loop._replicas[0].cache._num_evicted + 1,
+        loop._replicas[0].cache.residency,
+        "num_evicted",
+        loop._replicas[0].cache.residency.num_evicted + 1,
     ),
     "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
     "a prefix": lambda loop: [

@@ -15,8 +15,7 @@ from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import SweepCell
 from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.catalogue import device_named, model_named
-from stemkv.sim.config import ReplayConfig
-from stemkv.sim.config import EVICTIONS
+from stemkv.sim.config import EVICTIONS, ReplayConfig
 from stemkv.sim.pricing import roofline
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import replay

@@ -42,8 +42,8 @@ from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
 from stemkv.sim.config import ReplayConfig, check_online
 from stemkv.sim.curves import Study, study, with_study
-from stemkv.sim.settings import trace_facts
 from stemkv.sim.replay import replay
+from stemkv.sim.settings import trace_facts
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
@@ -28,6 +27,7 @@ from stemkv.cli.quotas import check_in, read_quotas
 from stemkv.cli.replay import Outputs, retaining
 from stemkv.cli.summary import print_notes, print_sentences
 from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.errors import ConfigError
 from stemkv.measure.gap import BASELINE, compared, with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json

@@ -20,6 +20,7 @@ from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.policy import EvictionPolicy
 from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.order import Order
@@ -138,6 +139,7 @@ class Core:
             config.order.make(costs) if order is None else order,
             costs=costs,
             sessions=config.sessions,
+            ledger=self.ledger,
         )
         self._recorder = recorder
         if recorder is not None:
@@ -277,11 +279,11 @@ def make_cache(
     ledger: Ledger | None = None,
 ) -> PrefixCache:
     """Return the cache of a core alone. `make_policy` makes one that has no name."""
+    make_policy = make_policy or config.eviction.make(config.cache, costs)
     return PrefixCache(
         config.cache,
-        make_policy or config.eviction.make(config.cache, costs),
-        quotas=config.quotas,
-        ledger=ledger,
+        Retention.of(make_policy, config.cache, config.quotas),
+        watchers=() if ledger is None else (ledger,),
     )
 
 

@@ -23,6 +23,7 @@ from stemkv.core.core import CoreConfig, make_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.lookahead import Waiting
@@ -207,7 +208,7 @@ class _Sequence:
             namespace,
             domain,
             tokens,
-            num_slots=len(units) + 1,
+            Demand(num_slots=len(units) + 1),
             hints=hints,
             now=now,
         )
@@ -292,7 +293,7 @@ class _Sequence:
             namespace,
             domain,
             (units + _LAST).tobytes(),
-            num_slots=len(units) + 1,
+            Demand(num_slots=len(units) + 1),
             now=now,
         )
         assert lease is not None, "nobody else holds blocks"

@@ -13,6 +13,7 @@ from stemkv.audit.isolation.worlds import BLOCK_SIZE, PRIVATE
 from stemkv.core.core import CoreConfig, make_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policies import EvictionConfig
@@ -88,7 +89,7 @@ class Scene:
             _NAMESPACE,
             _domain_of(tenant),
             prompt.buffer,
-            num_slots=len(prompt),
+            Demand(num_slots=len(prompt)),
             now=self._now,
         )
 

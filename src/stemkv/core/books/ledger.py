@@ -1,8 +1,8 @@
 """The books: what each hit saved, what each retained byte-second cost, why tokens missed.
 
 Owns the lookup record of every request, the accounts of tenants and of prefixes, and
-the equations between them (`check`). `PrefixCache` and `Scheduler` tell it what happens;
-it decides nothing, and nothing it says may reach another tenant: it is the operator's.
+the equations between them (`check`). It watches the cache, and `Scheduler`
+tells it of requests; it decides nothing, and nothing it says may reach another tenant: it is the operator's.
 
 Two kinds of account. A tenant's account integrates blocks over time: active ones (held
 by a lease) and retained ones (cached, held by nobody). What is public belongs to nobody
@@ -38,6 +38,7 @@ from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.prefix.tree import Node
+from stemkv.core.prefix.watcher import LeaseWatcher, Publication
 from stemkv.errors import InvariantError
 
 __all__ = [
@@ -62,7 +63,7 @@ class StallTotals:
     by_account: dict[str, int] = field(default_factory=dict)  # active blocks
 
 
-class Ledger:
+class Ledger(LeaseWatcher):
     """Keeps the books of one cache.
 
     Entries of requests that have ended wait for `take_entries`. Costs O(nodes on the
@@ -422,47 +423,32 @@ class Ledger:
         """Book private blocks that nobody holds any more."""
         self._move(owner, now, active=-num_blocks)
 
-    def published(
-        self,
-        node: Node,
-        start: int,
-        stop: int,
-        *,
-        namespace: bytes,
-        owner: str,
-        tokens: bytes,
-        now: float,
-    ) -> None:
-        """Book that private blocks `start … stop - 1` of `tokens` are in a node now.
+    def added(self, node: Node, publication: Publication) -> None:
+        """Book that private blocks are in a new node now; a lease pins it."""
+        self._published(node, publication)
+        self._prefixes[node.id] = PrefixAccount(
+            domain=node.domain,
+            start=publication.start * self.block_size,
+            end=publication.stop * self.block_size,
+            num_blocks=len(publication.block_ids),
+            is_pinned=True,
+            since_s=publication.now,
+        )
 
-        The node is new or was lengthened; a lease pins it.
-        """
-        num_blocks = stop - start
-        account_name = account_of(node.domain, node.owner)
-        self._move(owner, now, active=-num_blocks)
-        self._move(account_name, now, active=num_blocks)
-        self._accounts[account_name].num_published_blocks += num_blocks
-        account = self._prefixes.get(node.id)
-        if account is None:
-            self._prefixes[node.id] = PrefixAccount(
-                domain=node.domain,
-                start=start * self.block_size,
-                end=stop * self.block_size,
-                num_blocks=num_blocks,
-                is_pinned=True,
-                since_s=now,
-            )
-        else:
-            account.settle(now)
-            account.num_blocks += num_blocks
-            account.end += num_blocks * self.block_size
-        self._history.published(namespace, node.domain, tokens, start, stop)
+    def extended(self, node: Node, publication: Publication) -> None:
+        """Book that a node was lengthened by private blocks of its lease."""
+        self._published(node, publication)
+        num_blocks = len(publication.block_ids)
+        account = self._prefixes[node.id]
+        account.settle(publication.now)
+        account.num_blocks += num_blocks
+        account.end += num_blocks * self.block_size
 
     def pinned(self, node: Node, now: float) -> None:
         """Book that a lease begins to hold a node that none held."""
         self._change(node, now, is_pinned=True)
 
-    def unpinned(self, node: Node, now: float) -> None:
+    def unpinned(self, node: Node, tick: int, now: float) -> None:
         """Book that no lease holds a node any more: from now on it is retained."""
         self._change(node, now, is_pinned=False)
 
@@ -474,16 +460,16 @@ class Ledger:
         part = account.split_off(cut)
         self._prefixes[upper.id] = part
 
-    def merged(self, upper_id: int, lower: Node, now: float) -> None:
+    def merged(self, upper: Node, lower: Node, now: float) -> None:
         """Join two accounts as their nodes were joined."""
-        upper, account = self._prefixes.pop(upper_id), self._prefixes[lower.id]
-        upper.settle(now)
+        other, account = self._prefixes.pop(upper.id), self._prefixes[lower.id]
+        other.settle(now)
         account.settle(now)
-        account.num_blocks += upper.num_blocks
-        account.add(upper)
+        account.num_blocks += other.num_blocks
+        account.add(other)
 
-    def dropping(
-        self, node: Node, num_kept: int, *, reason: DropReason, now: float
+    def trimming(
+        self, node: Node, num_kept: int, reason: DropReason, now: float
     ) -> None:
         """Book that a node is about to lose all but its first `num_kept` blocks."""
         num_dropped = node.num_blocks - num_kept
@@ -515,6 +501,20 @@ class Ledger:
         self._history.book(booking)
 
     # Private
+
+    def _published(self, node: Node, publication: Publication) -> None:
+        num_blocks, now = len(publication.block_ids), publication.now
+        name = account_of(node.domain, node.owner)
+        self._move(publication.caller.owner, now, active=-num_blocks)
+        self._move(name, now, active=num_blocks)
+        self._accounts[name].num_published_blocks += num_blocks
+        self._history.published(
+            publication.namespace,
+            node.domain,
+            publication.tokens,
+            publication.start,
+            publication.stop,
+        )
 
     def _credit(
         self,

@@ -76,3 +76,5 @@ class StepResult:
     """
 
     samples: Mapping[RequestId, tuple[Sample, ...]]
+    # Requests of the plan whose chunk could not be computed; they have no samples.
+    failed: frozenset[RequestId] = frozenset()

@@ -280,6 +280,20 @@ class Request:
         return num_tokens - self.num_computed > 1 or num_tokens == self._num_prompt
 
     @property
+    def num_places_needed(self) -> int:
+        """How many requests this one is, or will be once it forks."""
+        if self.num_output_tokens or self.sample:
+            return 1
+        return self.spec.num_samples
+
+    @property
+    def held(self) -> Lease:
+        """The lease of a running request."""
+        if self.lease is None:
+            raise InvariantError(f"request {self.request_id} holds no lease")
+        return self.lease
+
+    @property
     def max_tokens(self) -> int:
         """Tokens that will ever need a slot; the last output token never does."""
         return self.num_prompt_tokens + self.spec.max_new_tokens - 1
@@ -291,6 +305,23 @@ class Request:
     def extend(self, tokens: bytes) -> None:
         """Add output tokens, int32 little-endian."""
         self._buffer += tokens
+
+    def count_matched(self, num_matched: int, num_copied: int) -> None:
+        """Count prompt tokens that need no first computation, each at most once."""
+        num_prompt = self.num_prompt_tokens
+        gained = min(num_matched, num_prompt) - min(self.num_counted, num_prompt)
+        if gained > 0:
+            self.counts.reused += gained
+            self.counts.copied += min(gained, num_copied)
+        self.num_counted = max(self.num_counted, num_matched)
+
+    def count_computed(self, start: int, end: int) -> None:
+        """Count computed tokens; those counted before were lost to a preemption."""
+        fresh = max(start, self.num_counted)
+        counts = self.counts
+        counts.computed += max(0, min(end, self.num_prompt_tokens) - fresh)
+        counts.recomputed += min(end, fresh) - start
+        self.num_counted = max(self.num_counted, end)
 
     def start_over(
         self,

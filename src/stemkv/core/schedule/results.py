@@ -1,0 +1,120 @@
+"""What a step's result does to the requests of its plan.
+
+Owns commit and abandon, request by request in the order of the chunks: computed tokens
+are counted, whole blocks published, samples taken. Plans nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stemkv.core.schedule.events import TokenSampled
+from stemkv.core.schedule.lives import Lives
+from stemkv.core.schedule.plan import Chunk, Sample, StepPlan, StepResult
+from stemkv.core.schedule.request import FinishReason, Request
+from stemkv.errors import InvariantError
+
+__all__ = ["Results"]
+
+
+class Results:
+    """Applies results to requests."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take what a plan's forward pass computed and sampled."""
+        lives = self._lives
+        lives.coasting.committed(1)
+        cancelled = [each for each in lives.coasting.requests() if each.is_cancelled]
+        for each in self._in_order(plan, cancelled):
+            if isinstance(each, Chunk):
+                self._take_chunk(each, result, now)
+            else:
+                lives.abort(each, FinishReason.CANCELLED, now)
+
+    def give_up(self, plan: StepPlan, now: float) -> None:
+        """Abort everybody for whom a plan's failed forward pass computed something."""
+        lives = self._lives
+        for each in self._in_order(plan, lives.coasting.requests()):
+            request = lives[each.request_id] if isinstance(each, Chunk) else each
+            is_cancelled = request.is_cancelled
+            reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
+            lives.abort(request, reason, now)
+
+    # Private
+
+    def _in_order(
+        self, plan: StepPlan, coasting: list[Request]
+    ) -> Sequence[Chunk | Request]:
+        """Put coasting requests where their decodes would stand among the chunks."""
+        if not coasting:
+            return plan.chunks
+        coasting.sort(key=lambda request: request.order_key, reverse=True)
+        merged: list[Chunk | Request] = []
+        for chunk in plan.chunks:
+            request = self._lives[chunk.request_id]
+            while coasting and (
+                request.is_unfinished or coasting[-1].order_key < request.order_key
+            ):
+                merged.append(coasting.pop())
+            merged.append(chunk)
+        return [*merged, *reversed(coasting)]
+
+    def _take_chunk(self, chunk: Chunk, result: StepResult, now: float) -> None:
+        lives = self._lives
+        request = lives[chunk.request_id]
+        lives.cache.copied(request.held, now)
+        request.count_computed(chunk.start, chunk.end)
+        request.num_computed = chunk.end
+        if request.is_unfinished:
+            lives.journal.prefilled(request, chunk.num_tokens)
+        samples = result.samples.get(chunk.request_id, ())
+        if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
+            # KV from which no sound logits followed must not be handed on.
+            num_added = lives.cache.publish(
+                request.held, request.tokens, request.num_computed, now
+            )
+            lives.journal.published(request, num_added)
+        if request.is_cancelled:
+            lives.abort(request, FinishReason.CANCELLED, now)
+            return
+        if request.is_unfinished:
+            if chunk.end == request.num_tokens:
+                lives.end_prefill(request)
+            else:
+                lives.line.order.moved(request)
+        if chunk.num_samples == 0:
+            return
+        if len(samples) != chunk.num_samples:
+            raise InvariantError(
+                f"step {lives.num_plans - 1} needs {chunk.num_samples} samples of "
+                f"request {chunk.request_id}, got {len(samples)}"
+            )
+        heirs = [request, *lives.fork(request, chunk.num_samples, now)]
+        for heir, sample in zip(heirs, samples, strict=True):
+            self._take_sample(heir, sample, now)
+
+    def _take_sample(self, request: Request, sample: Sample, now: float) -> None:
+        lives = self._lives
+        if sample.stop is FinishReason.FAILED:
+            # There is no token: the driver could not sample one. What led to it must
+            # not be handed on either.
+            lives.abort(request, FinishReason.FAILED, now, is_sound=False)
+            return
+        request.append(sample.token)
+        lives.journal.sampled(request)
+        lives.outbox.put(
+            TokenSampled(
+                now=now,
+                request_id=request.request_id,
+                token=sample.token,
+                index=request.num_output_tokens - 1,
+            )
+        )
+        reason = sample.stop
+        if reason is None and request.num_output_tokens >= request.spec.max_new_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            lives.finish(request, reason, now)
