@@ -146,18 +146,15 @@ class NaiveDriver:
                 self._start(replica, now)
 
     def _replica(self, config: ReplayConfig) -> NaiveReplica:
-        quotas = None
-        if config.quotas is not None:
-            block_bytes = config.block_size * COSTS.bytes_per_token
-            quotas = config.quotas.in_blocks(config.sharing, block_bytes)
-        make_policy = config.policy().make(config.cache(), COSTS)
+        core = config.of_replica(config.block_size * COSTS.bytes_per_token)
+        make_policy = core.eviction.make(core.cache, COSTS)
         cache = PrefixCache(
-            config.cache(), Retention.of(make_policy, config.cache(), quotas)
+            core.cache, Retention.of(make_policy, core.cache, core.quotas)
         )
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         scheduler = Scheduler(
-            config.limits(), cache, config.order.make(COSTS), costs=COSTS
+            core.scheduler, cache, core.order.make(COSTS), costs=COSTS
         )
         return NaiveReplica(cache, scheduler)
 
@@ -272,7 +269,7 @@ def settings_of(seed: int) -> ReplayConfig:
     num_running = rng.choice([1, 3, 8])
     block_size = rng.choice([4, 4, 16])
     num_blocks = rng.choice([14, 20, 60]) * 4 // block_size
-    config = ReplayConfig(
+    config = replay_config(
         num_blocks=num_blocks,
         block_size=block_size,
         token_budget=rng.choice([8, 16, 256]),
@@ -548,7 +545,7 @@ TAMPERS: dict[str, Tamper] = {
 
 
 def tampered() -> _Loop:
-    config = ReplayConfig(
+    config = replay_config(
         num_blocks=20, block_size=4, token_budget=16, max_num_running=8
     )
     return _Loop(traffic(2), config, COSTS)
@@ -583,6 +580,7 @@ HASHES = """
 import hashlib
 from stemkv.measure.results import to_json
 from stemkv.sim.replay import replay
+from tests.knobs import replay_config
 from tests.sim.test_replay import COSTS, settings_of, traffic
 for seed in range(20):
     result = replay(traffic(seed), settings_of(seed), COSTS)
@@ -635,7 +633,7 @@ def config_of(**changes: object) -> ReplayConfig:
         "token_budget": 256,
         "max_num_running": 8,
     }
-    return ReplayConfig(**(values | changes))  # type: ignore[arg-type]
+    return replay_config(**(values | changes))  # type: ignore[arg-type]
 
 
 CLOSED = LoadConfig(loop="closed")

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.deployment import Deployment, deploy
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
@@ -23,10 +22,11 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
-from stemkv.cli.quotas import check_in, read_quotas
-from stemkv.cli.replay import Outputs, retaining
+from stemkv.cli.quotas import check_in
+from stemkv.cli.replay import Outputs, with_memory
 from stemkv.cli.summary import print_notes, print_sentences
-from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
+from stemkv.cli.trace_options import DeploymentOptions, LoadOptions, TraceOptions
+from stemkv.cli.traces import load_trace, say_if_open
 from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.errors import ConfigError
 from stemkv.measure.gap import BASELINE, compared, with_gaps
@@ -72,7 +72,6 @@ class SweepOptions:
     """A sweep as it was asked for."""
 
     trace: TraceOptions
-    workload_rate: float = 1.0  # requests per second, of a workload
     deployment: DeploymentOptions
     memory: Sequence[str] = ()
     num_blocks: Sequence[int] = ()
@@ -80,8 +79,7 @@ class SweepOptions:
     orders: Sequence[str]
     sharings: Sequence[str]
     config: ReplayConfig  # what all configurations have in common
-    quotas: Path | None = None
-    retained_floor: str | None = None
+    load: LoadOptions  # from which it was made, besides what needs a deployment
     has_clock: bool = True
     num_jobs: int = 2
     keeps_cpu_time: bool = False  # measured, so that equal sweeps differ in JSON
@@ -93,12 +91,13 @@ class SweepOptions:
         if self.has_clock:
             for eviction in self.evictions:
                 check_online(eviction)
-        if self.quotas is not None and not self.evictions:
+        self.trace.check()
+        if self.load.quotas is not None and not self.evictions:
             raise ConfigError(
                 "--quotas need the clock, and a comparison of all policies has none; "
                 "list them, as in --eviction reuse_index,lru"
             )
-        self.outputs.check(self.trace, self.deployment, self.quotas)
+        self.outputs.check(self.trace, self.deployment, self.load.quotas)
 
 
 def listed(option: str, text: str) -> tuple[str, ...]:
@@ -122,15 +121,11 @@ def numbers_listed(option: str, text: str) -> tuple[int, ...]:
 
 def run_sweep(options: SweepOptions) -> int:
     """Replay every configuration, write and print; return 0, or 3 if nothing shows."""
-    deployment = deploy(options.deployment)
+    deployment = deploy(options.deployment, block_size=options.config.block_size)
     given = deployment.blocks_of(options.memory, options.num_blocks)
     sizes = tuple(sorted({*(given or deployment.blocks_left(*_SHARES_LEFT))}))
     base = options.config.sized(max(sizes))
-    if options.quotas is not None:
-        base = replace(base, quotas=read_quotas(options.quotas))
-    if options.retained_floor is not None:
-        floor = deployment.floor_of(options.retained_floor, min(sizes))
-        base = retaining(base, floor)
+    base = with_memory(base, options.load, deployment, min(sizes))
     every = EVICTIONS if not options.has_clock else ONLINE_EVICTIONS
     grid = Grid(
         num_blocks=sizes,
@@ -140,14 +135,14 @@ def run_sweep(options: SweepOptions) -> int:
     )
     console = PeoplesConsole(json_file=options.outputs.json)
     configs = grid.configs(base)
-    trace = load_trace(options.trace, rate=options.workload_rate)
+    trace = load_trace(options.trace, rate=options.load.workload_rate)
     check_names(base.core.order, trace)
     say_if_open(trace, base.load.loop)
     if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)
-    if options.quotas is not None:
-        check_in(options.quotas, trace, configs, deployment.costs)
+    if options.load.quotas is not None:
+        check_in(options.load.quotas, trace, configs, deployment.costs)
     result = SweepResult(
         trace=trace_facts(trace),
         config=_settings(base, has_clock=options.has_clock),

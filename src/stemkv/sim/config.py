@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from stemkv.core.core import BooksConfig, CoreConfig
+from stemkv.core.core import CoreConfig
 from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
-from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.hinting import HintRule
+from stemkv.sim.presets import LARGE
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.sharing import SharingRule
 
@@ -30,12 +30,6 @@ __all__ = [
 ROUTINGS = ("round_robin", "session", "prefix")
 CLAIRVOYANT = "clairvoyant"  # the policy that knows the trace: without a clock only
 EVICTIONS = (*ONLINE_EVICTIONS, CLAIRVOYANT)
-
-# A large GPU, whose books remember everything.
-LARGE = CoreConfig(
-    scheduler=SchedulerConfig(token_budget=8192, max_num_running=256),
-    books=BooksConfig(history=None),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
