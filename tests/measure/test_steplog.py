@@ -355,7 +355,7 @@ def after_evicting(policy: type[Lru]) -> tuple[str, tuple[PlanRecord, CoreState]
                 max_new_tokens=1,
                 arrival_s=0.0,
                 domain=Domain.private("a"),
-                namespace=b"n",
+                namespace=bytes(32),
             )
         )
         plan = scheduler.schedule(float(index))

@@ -52,6 +52,7 @@ from stemkv.sim.quotas import MemoryQuota, TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest
+from tests.knobs import replay_config
 
 COSTS = FittedCost(
     source="test",
@@ -580,7 +581,6 @@ HASHES = """
 import hashlib
 from stemkv.measure.results import to_json
 from stemkv.sim.replay import replay
-from tests.knobs import replay_config
 from tests.sim.test_replay import COSTS, settings_of, traffic
 for seed in range(20):
     result = replay(traffic(seed), settings_of(seed), COSTS)
