@@ -476,6 +476,7 @@ class Driver:
         self.ends: dict[str, RequestFinished | RequestAborted] = {}
         # Tokens of committed chunks, since the request began (again).
         self.num_executed: Counter[str] = Counter()
+        self.num_prefilled = 0  # of them, those of chunks that are no decodes
         self.models: dict[str, Model] = {}  # what each sample must be computed with
         self.restarted: set[str] = set()
         self.num_fences = 0
@@ -591,7 +592,10 @@ class Driver:
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Event, ...]:
         events = self.scheduler.commit(plan, result, self._tick())
         for chunk in plan.chunks:
-            self.num_executed[chunk.request_id] += chunk.num_tokens
+            if chunk.request_id not in result.failed:
+                self.num_executed[chunk.request_id] += chunk.num_tokens
+                self.num_prefilled += 0 if chunk.is_decode else chunk.num_tokens
+        assert self.scheduler.service.num_prefill == self.num_prefilled
         self._note(events)
         return events
 
@@ -782,6 +786,7 @@ class Driver:
             model = Model(chunk.adapter, chunk.start_position, self.runner.weights)
             assert model == self.models[chunk.request_id], "computed with another model"
             assert chunk.end <= request.num_tokens
+            assert chunk.is_decode is (chunk.request_id in decoding)
             span = slice(chunk.start * TOKEN_BYTES, chunk.end * TOKEN_BYTES)
             assert chunk.tokens == request.tokens[span]
             assert len(chunk.block_ids) * self.cache.config.block_size >= chunk.end

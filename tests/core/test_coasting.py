@@ -798,3 +798,17 @@ def test_what_was_kept_for_a_victim_that_coasts_is_for_others(coasts: bool) -> N
     assert num_before == 3
     # Whoever is left uses the whole budget, in the very step of the preemption.
     assert loop.work[-1][0] == 4
+
+
+def test_asking_for_quiet_steps_changes_nothing_even_after_one_has_woken() -> None:
+    loop = Loop(num_blocks=8)
+    loop.add("first", TokenIds.from_ids([1]), 3, at=0.0)
+    loop.add("second", TokenIds.from_ids([2]), 9, at=0.0)
+    loop.step()
+    assert (loop.scheduler.num_coasting, loop.scheduler.num_quiet_steps) == (2, 1)
+    loop.scheduler.cancel("first", 1.0)
+    wakes = list(loop.scheduler._lives.coasting._wakes)
+
+    assert loop.scheduler.num_quiet_steps == 2
+
+    assert loop.scheduler._lives.coasting._wakes == wakes

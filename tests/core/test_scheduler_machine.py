@@ -132,6 +132,16 @@ def abandon(driver: Driver, num_done: int) -> None:
     assert planned <= set(driver.ends)
 
 
+def commit_but_for(driver: Driver, request_id: str) -> None:
+    """Fail one chunk of a step; everybody else gets what he would have got."""
+    plan = driver.scheduler.pending
+    assert plan is not None
+
+    driver.commit(plan, driver.runner.execute(plan, failed=[request_id]))
+
+    assert request_id in driver.ends
+
+
 def retire(driver: Driver, adapter: str | None = None) -> None:
     """Fence a namespace; nothing of it can be found by anybody."""
     namespace = namespace_of(Model(adapter, weights=driver.num_fences))
@@ -288,6 +298,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.driver.scheduler.pending
         assert plan is not None
         self.driver.execute_and_commit(plan)
+
+    @precondition(lambda self: self.is_pending)
+    @rule(data=st.data())
+    def commit_but_for_a_chunk(self, data: st.DataObject) -> None:
+        plan = self.driver.scheduler.pending
+        assert plan is not None
+        if plan.chunks:
+            chunk = data.draw(st.sampled_from(plan.chunks))
+            commit_but_for(self.driver, chunk.request_id)
 
     @precondition(lambda self: self.is_pending)
     @rule(num_done=st.integers(0, 4))
@@ -478,6 +497,8 @@ def fail_often(seed: int) -> Driver:
         plan = driver.schedule()
         if rng.random() < 0.25:
             abandon(driver, rng.randint(0, len(plan.copies) + len(plan.chunks)))
+        elif plan.chunks and rng.random() < 0.2:
+            commit_but_for(driver, rng.choice(plan.chunks).request_id)
         else:
             driver.execute_and_commit(plan)
         driver.check()

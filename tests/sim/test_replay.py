@@ -173,9 +173,7 @@ class NaiveDriver:
         plan = replica.plan = replica.scheduler.schedule(now)
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            request = replica.scheduler.request(chunk.request_id)
-            assert request is not None
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         seconds = COSTS.step_seconds(shape)
         replica.ends_s = now + seconds
         replica.busy_s += seconds
@@ -515,7 +513,7 @@ def _entry(loop: _Loop, name: str, change: float) -> None:
 
 
 def _account(loop: _Loop, name: str, change: float) -> None:
-    account = loop._replicas[0].ledger._account("x", 0.0)
+    account = loop._replicas[0].ledger._accounts.of("x", 0.0)
     setattr(account, name, getattr(account, name) + change)
 
 
@@ -538,7 +536,9 @@ TAMPERS: dict[str, Tamper] = {
         "num_evicted",
         loop._replicas[0].cache.residency.num_evicted + 1,
     ),
-    "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
+    "credited": lambda loop: setattr(
+        loop._replicas[0].ledger._totals, "num_credited", 0
+    ),
     "a prefix": lambda loop: [
         node.accounts.clear() for node in loop._replicas[0].ledger._history._nodes()
     ],

@@ -315,6 +315,11 @@ def _check_queue(
         sum(s.num_queued for s in service.tenants.values()),
         len(queued),
     )
+    _equal(
+        "in flight of tenants",
+        sum(s.num_in_flight for s in service.tenants.values()),
+        len(waiting) + len(running),
+    )
     for request_id, hold in lives.followers.holds.items():
         _require(
             hold.leader.request_id in unfinished,

@@ -82,8 +82,13 @@ def _call(core: Core, verb: str, answer: Any, asked: dict[str, Any]) -> Call:
         case "schedule":
             return Planned(plan=PlanRecord.of(answer, core.scheduler))
         case "commit":
-            samples, state = asked["result"].samples, CoreState.of(core.scheduler)
-            return Committed(now=asked["now"], samples=samples, state=state)
+            result, state = asked["result"], CoreState.of(core.scheduler)
+            return Committed(
+                now=asked["now"],
+                samples=result.samples,
+                state=state,
+                failed=result.failed,
+            )
         case "abandon":
             return Abandoned(now=asked["now"], state=CoreState.of(core.scheduler))
     call: Call = CALLS[verb](**asked)

@@ -254,6 +254,7 @@ class Committed:
     now: float
     samples: Mapping[RequestId, tuple[Sample, ...]]
     state: CoreState
+    failed: frozenset[RequestId] = frozenset()  # whose chunks could not be computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, reduce
 from operator import or_
@@ -44,6 +44,7 @@ from typing import (
 )
 
 import msgspec
+from msgspec import NODEFAULT
 
 from stemkv.core.books.cost import FittedCost, RooflineCost
 from stemkv.core.prefix.hints import NO_HINTS, Hints
@@ -149,6 +150,7 @@ def _read_header(document: Any, where: str) -> StepLogHeader:
 # The form of values: structs made of the core's own dataclasses, field by field, so that
 # a new field is in the log without a line here.
 
+_CALLS: Final = frozenset(CALLS.values())
 _KINDS: Final[dict[type, str]] = {
     **{call: kind for kind, call in CALLS.items()},
     FittedCost: "FittedCost",
@@ -183,7 +185,12 @@ def _written(value: Any) -> Any:
         return None  # as of most requests
     if is_dataclass(value):
         tag = {"kind": _KINDS[kind]} if kind in _KINDS else {}
-        own = {f.name: _written(getattr(value, f.name)) for f in fields(value)}
+        own = {
+            f.name: _written(getattr(value, f.name))
+            for f in fields(value)
+            # What has a default in a call is seldom there.
+            if kind not in _CALLS or getattr(value, f.name) != f.default
+        }
         if own.get("next_use_s") == math.inf:
             own["next_use_s"] = _NEVER
         return tag | own
@@ -196,6 +203,8 @@ def _written(value: Any) -> Any:
             return base64.b64encode(value.buffer).decode("ascii")
         case tuple():
             return [_written(each) for each in value]
+        case frozenset():
+            return sorted(value)
         case Mapping() if all(isinstance(key, str) for key in value):
             return {key: _written(each) for key, each in value.items()}
         case Mapping():
@@ -248,7 +257,11 @@ def _form_of(kind: type) -> Any:
     form = msgspec.defstruct(
         kind.__name__,
         [
-            (f.name, _FIELDS.get((kind, f.name)) or _form(hints[f.name]))
+            (
+                f.name,
+                _FIELDS.get((kind, f.name)) or _form(hints[f.name]),
+                f.default if kind in _CALLS and f.default is not MISSING else NODEFAULT,
+            )
             for f in fields(kind)
         ],
         bases=(_Form,),

@@ -170,7 +170,7 @@ class _Repetition:
                 repeated = PlanRecord.of(plan, self._scheduler)
                 compared.append(("plan", call.plan, repeated))
             case Committed():
-                result = StepResult(call.samples)
+                result = StepResult(call.samples, call.failed)
                 events = self._core.commit(self._pending(), result, call.now)
                 state = CoreState.of(self._scheduler)
                 compared.append(("state", call.state, state))
@@ -261,9 +261,7 @@ class _Run:
     def _shape(self, plan: StepPlan) -> StepShape:
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            request = self._scheduler.request(chunk.request_id)
-            assert request is not None, "it is planned"
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         return shape
 
     def _result(self, plan: StepPlan) -> StepResult:

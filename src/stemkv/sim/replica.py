@@ -125,10 +125,7 @@ class Replica:
             num_decodes=plan.num_coasting, num_decode_context=plan.num_coasting_context
         )
         for chunk in plan.chunks:
-            request = self.scheduler.request(chunk.request_id)
-            assert request is not None, "it is planned"
-            # The one token that a hit leaves of a prompt is still a prefill.
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         shape.num_copied_tokens = sum(copy.num_tokens for copy in plan.copies)
         if plan.num_tokens == 0:
             raise InvariantError(

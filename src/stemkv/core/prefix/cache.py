@@ -668,9 +668,9 @@ class PrefixCache:
         unasked: dict[int, int] = {}  # by block
         for lease in self._leases:
             num_blocks = len(lease.table)
-            num_slots = num_blocks * size - lease.num_slots
-            if num_slots > 0 and num_blocks > lease.num_published_blocks:
+            if num_blocks > lease.num_published_blocks:
                 last = lease.table[num_blocks - 1]
+                num_slots = num_blocks * size - lease.num_slots
                 unasked[last] = min(unasked.get(last, size), num_slots)
         return sum(unasked.values())
 

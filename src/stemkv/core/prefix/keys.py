@@ -29,12 +29,16 @@ class BlockKeys:
     CRC-32, as it is fast and equal everywhere; a policy may be wrong about a block
     once in four thousand million. What one domain publishes cannot collide with
     another's: each has its own upper half of the keys.
+
+    `max_spaces` domains keep their half, those that published last; one that comes
+    again after so many others begins anew, as if nothing were remembered of it.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, max_spaces: int) -> None:
         self._block_bytes = block_bytes
-        # Namespace → domain → number
-        self._spaces: dict[bytes, dict[Domain, int]] = {}
+        self._max_spaces = max_spaces
+        # Namespace and domain → number; the one that published last is last.
+        self._spaces: dict[tuple[bytes, Domain], int] = {}
         self._num_spaces = 0
 
     def of(
@@ -61,12 +65,15 @@ class BlockKeys:
 
     def forget(self, namespace: bytes) -> None:
         """Forget a namespace: nothing will be published in it any more."""
-        self._spaces.pop(namespace, None)
+        for space in [each for each in self._spaces if each[0] == namespace]:
+            del self._spaces[space]
 
     def _space(self, namespace: bytes, domain: Domain) -> int:
-        spaces = self._spaces.setdefault(namespace, {})
-        number = spaces.get(domain)
+        number = self._spaces.pop((namespace, domain), None)
         if number is None:
             self._num_spaces += 1
-            number = spaces[domain] = self._num_spaces
+            number = self._num_spaces
+        self._spaces[namespace, domain] = number
+        if len(self._spaces) > self._max_spaces:
+            del self._spaces[next(iter(self._spaces))]
         return number & 0xFFFFFFFF

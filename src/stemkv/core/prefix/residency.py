@@ -34,6 +34,10 @@ from stemkv.core.prefix.watcher import Audience, Caller, Publication, Watcher
 
 __all__ = ["Residency"]
 
+# Domains that keep their space of keys, for each block: as many can have one here, or
+# eight that a policy remembers.
+_SPACES_PER_BLOCK = 9
+
 _DROPPED: dict[
     DropReason, type[BlocksEvicted] | type[BlocksRefused] | type[BlocksRetired]
 ] = {
@@ -63,7 +67,9 @@ class Residency:
         self.num_evicted = 0
         self.num_published = 0  # blocks that ever became matchable
         self._free = free
-        self._keys = BlockKeys(self.tree.block_bytes)
+        self._keys = BlockKeys(
+            self.tree.block_bytes, _SPACES_PER_BLOCK * config.num_blocks
+        )
         self._emit: Callable[[CacheEvent], None] | None = None
         self._tick = 0  # number of the last event that the keeper was told of
         self.audience.add(keeper)

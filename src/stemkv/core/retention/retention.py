@@ -438,18 +438,13 @@ class Retention(Keeper):
             self._place(node_id, stock, now)
 
     def _forget_stock(self, domain: Domain) -> None:
-        """Count a node that is gone; forget who has none and was promised nothing.
-
-        Names come from requests, so there may be any number of them.
-        """
+        """Count a node that is gone; forget who has none and was promised nothing."""
         stock = self._stock(domain)
         stock.num_nodes -= 1
-        if (
-            self.quotas is not None
-            and stock.num_nodes == 0
-            and domain not in self.quotas.config.quotas
-        ):
-            del self._stocks[domain]
+        if self.quotas is not None and stock.num_nodes == 0:
+            self.quotas.forget(domain)
+            if domain not in self.quotas.config.quotas:
+                del self._stocks[domain]
 
     def _leave_session(self, node_id: int) -> None:
         session = self._session_of.pop(node_id, None)

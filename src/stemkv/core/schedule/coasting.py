@@ -38,6 +38,7 @@ class Coasting:
         # is live.
         self._wakes: list[tuple[int, tuple[float, int, int], int, _Coast]] = []
         self._num_committed = 0
+        self._cancelled: list[Request] = []  # while their step is in flight
 
     def __len__(self) -> int:
         """Return how many coast."""
@@ -82,6 +83,16 @@ class Coasting:
         request.is_coasting = False
         while self._wakes and not self._is_live(self._wakes[0][-1]):
             heappop(self._wakes)  # here, so that whoever asks changes nothing
+
+    def cancel(self, request: Request) -> None:
+        """Note that a request ends with the step that is in flight."""
+        self._cancelled.append(request)
+
+    def take_cancelled(self) -> list[Request]:
+        """Return and forget who ends with this step."""
+        cancelled = self._cancelled
+        self._cancelled = []
+        return cancelled
 
     def committed(self, num_steps: int) -> None:
         """Count steps in which everybody who coasts got a token."""

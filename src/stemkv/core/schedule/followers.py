@@ -65,13 +65,13 @@ class Followers:
                 return leader
         return None
 
-    def num_awaitable(self, request: Request, running: Iterable[Request]) -> int:
+    def num_awaitable(self, request: Request, prefills: Iterable[Request]) -> int:
         """Return up to where a running prefill computes the request's own tokens."""
         if request.namespace is None:
             return 0
         longest = 0
-        for leader in running:
-            if leader.namespace != request.namespace or not leader.is_prefilling:
+        for leader in prefills:
+            if leader.namespace != request.namespace:
                 continue
             lease = leader.held
             domain = self._cache.domain_of_next(lease, lease.num_published_blocks)

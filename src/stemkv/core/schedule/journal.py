@@ -29,6 +29,10 @@ class Journal:
 
     # Work
 
+    def took_in(self, request: Request) -> None:
+        """Note that a request, or a sample of one, is in flight."""
+        self.service.took_in(request.spec.owner)
+
     def came(self, request: Request) -> None:
         """Note what a new request finds ahead of it."""
         self.service.came(request.share, request.spec.owner)
@@ -135,6 +139,7 @@ class Journal:
     def ended(self, request: Request, now: float) -> None:
         """Note a request's end."""
         self.waits(request, None, now)
+        self.service.let_go(request.spec.owner)
         if self.ledger is None:
             return
         counts = request.counts

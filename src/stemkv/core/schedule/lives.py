@@ -175,10 +175,10 @@ class Lives:
         request.lease = lease
         request.num_cached = request.num_computed = num_matched
         request.is_unfinished = True
-        self.running.prefills[request.request_id] = request
         self.line.start(request)
         self.journal.waits(request, None, now)
         self.journal.started(request, self._num_awaitable, now)
+        self.running.prefills[request.request_id] = request
         self._run(request, request.num_places_needed)
         request.count_matched(num_matched, copied)
         if request.first_scheduled_s is None:
@@ -291,6 +291,7 @@ class Lives:
     def _take_in(self, request: Request) -> None:
         root = request.spec.request_id
         self._requests[request.request_id] = request
+        self.journal.took_in(request)
         self._by_root.setdefault(root, {})[request.request_id] = request
         self.epochs.enter(request)
 
@@ -299,7 +300,7 @@ class Lives:
         self.running.add(request, num_places)
 
     def _num_awaitable(self, request: Request) -> int:
-        return self.followers.num_awaitable(request, self.running.stepping)
+        return self.followers.num_awaitable(request, self.running.prefills.values())
 
     def _end(
         self, request: Request, state: RequestState, reason: FinishReason, now: float

@@ -23,12 +23,35 @@ class Results:
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
 
+    def check(self, plan: StepPlan, result: StepResult) -> None:
+        """Raise `InvariantError` unless the whole of a result fits its plan."""
+        if not isinstance(result, StepResult):
+            raise InvariantError(f"not a StepResult: {type(result).__name__}")
+        planned = {chunk.request_id for chunk in plan.chunks}
+        strangers = sorted(map(str, (result.samples.keys() | result.failed) - planned))
+        if strangers:
+            raise InvariantError(
+                f"step {plan.step} has no chunk of {', '.join(strangers):.80}"
+            )
+        for chunk in plan.chunks:
+            request_id, samples = chunk.request_id, result.samples.get(chunk.request_id)
+            num_given = 0 if samples is None else len(samples)
+            is_needless = (
+                request_id in result.failed or self._lives[request_id].is_cancelled
+            )
+            if num_given != chunk.num_samples and (num_given or not is_needless):
+                raise InvariantError(
+                    f"step {plan.step} needs {chunk.num_samples} samples of request "
+                    f"{request_id}, got {num_given}"
+                )
+            for sample in samples or ():
+                _check_sample(sample, f"step {plan.step}, request {request_id}")
+
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take what a plan's forward pass computed and sampled."""
         lives = self._lives
         lives.coasting.committed(1)
-        cancelled = [each for each in lives.coasting.requests() if each.is_cancelled]
-        for each in self._in_order(plan, cancelled):
+        for each in self._in_order(plan, lives.coasting.take_cancelled()):
             if isinstance(each, Chunk):
                 self._take_chunk(each, result, now)
             else:
@@ -37,11 +60,10 @@ class Results:
     def give_up(self, plan: StepPlan, now: float) -> None:
         """Abort everybody for whom a plan's failed forward pass computed something."""
         lives = self._lives
+        lives.coasting.take_cancelled()  # among all who coast
         for each in self._in_order(plan, lives.coasting.requests()):
             request = lives[each.request_id] if isinstance(each, Chunk) else each
-            is_cancelled = request.is_cancelled
-            reason = FinishReason.CANCELLED if is_cancelled else FinishReason.FAILED
-            lives.abort(request, reason, now)
+            lives.abort(request, _reason_of_failed(request), now)
 
     # Private
 
@@ -65,6 +87,10 @@ class Results:
     def _take_chunk(self, chunk: Chunk, result: StepResult, now: float) -> None:
         lives = self._lives
         request = lives[chunk.request_id]
+        if chunk.request_id in result.failed:
+            # What its table holds may be the cause, so nobody else is to go on from it.
+            lives.abort(request, _reason_of_failed(request), now, is_sound=False)
+            return
         lives.cache.copied(request.held, now)
         request.count_computed(chunk.start, chunk.end)
         request.num_computed = chunk.end
@@ -87,11 +113,6 @@ class Results:
                 lives.line.order.moved(request)
         if chunk.num_samples == 0:
             return
-        if len(samples) != chunk.num_samples:
-            raise InvariantError(
-                f"step {lives.num_plans - 1} needs {chunk.num_samples} samples of "
-                f"request {chunk.request_id}, got {len(samples)}"
-            )
         heirs = [request, *lives.fork(request, chunk.num_samples, now)]
         for heir, sample in zip(heirs, samples, strict=True):
             self._take_sample(heir, sample, now)
@@ -118,3 +139,20 @@ class Results:
             reason = FinishReason.LENGTH
         if reason is not None:
             lives.finish(request, reason, now)
+
+
+def _reason_of_failed(request: Request) -> FinishReason:
+    return FinishReason.CANCELLED if request.is_cancelled else FinishReason.FAILED
+
+
+def _check_sample(sample: object, where: str) -> None:
+    if not isinstance(sample, Sample):
+        raise InvariantError(f"{where}: not a Sample, got {sample!r:.80}")
+    if sample.stop is not None and not isinstance(sample.stop, FinishReason):
+        raise InvariantError(
+            f"{where}: stop must be a FinishReason or None, got {sample.stop!r:.80}"
+        )
+    token = sample.token
+    is_token = isinstance(token, int) and -(2**31) <= token < 2**31
+    if not is_token and sample.stop is not FinishReason.FAILED:
+        raise InvariantError(f"{where}: not an int32 token id, got {token!r:.80}")

@@ -28,9 +28,17 @@ until the driver, once the earlier ones have ended, calls `lift_fence`.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from stemkv.core.books.cost import CostModel
 from stemkv.core.books.ledger import Ledger
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.door import (
+    check_domain,
+    check_now,
+    token_buffer,
+)
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
@@ -58,6 +66,7 @@ from stemkv.errors import (
     InvalidLimit,
     InvariantError,
     PromptTooLong,
+    RequestError,
 )
 
 __all__ = ["Scheduler"]
@@ -94,6 +103,8 @@ class Scheduler:
         )
         self._results = Results(lives)
         self._pending: StepPlan | None = None
+        self._planned: set[RequestId] = set()  # whom it computes something for
+        self._now = -math.inf  # the latest time that anybody has told
         if config.lookahead:
             cache.watch_queue(
                 lambda now: (
@@ -173,6 +184,7 @@ class Scheduler:
 
     def check(self, spec: RequestSpec) -> None:
         """Raise what `add` would raise now; changes nothing."""
+        _check_type(spec, RequestSpec, "spec")
         if spec.num_samples > self.config.max_num_running:
             raise InvalidLimit(
                 f"num_samples is {spec.num_samples} but at most "
@@ -198,7 +210,9 @@ class Scheduler:
             raise InvariantError(
                 f"step {self._pending.step} is neither committed nor abandoned"
             )
+        self._pass_time(now)
         self._pending = self._planner.plan(now)
+        self._planned = {chunk.request_id for chunk in self._pending.chunks}
         return self._pending
 
     def commit(
@@ -206,9 +220,14 @@ class Scheduler:
     ) -> tuple[Event, ...]:
         """Apply the result of the pending plan; return what happened since the last.
 
-        Whole blocks computed by it become matchable now, not before.
+        Whole blocks computed by it become matchable now, not before. A result that
+        does not fit the plan raises `InvariantError` and changes nothing: the plan is
+        pending still.
         """
-        self._take_pending(plan)
+        self._check_pending(plan)
+        self._results.check(plan, result)
+        self._pass_time(now)
+        self._pending = None
         self._results.apply(plan, result, now)
         return self.take_events()
 
@@ -218,7 +237,9 @@ class Scheduler:
         Its requests are aborted and nothing it should have computed is published;
         blocks published by earlier steps stay. All other requests go on.
         """
-        self._take_pending(plan)
+        self._check_pending(plan)
+        self._pass_time(now)
+        self._pending = None
         self._results.give_up(plan, now)
         return self.take_events()
 
@@ -250,11 +271,15 @@ class Scheduler:
         While its step is in flight, the request ends when that step is committed, as
         cancelled.
         """
+        _check_type(reason, FinishReason, "reason")
+        self._pass_time(now)
         request = self._lives.get(request_id)
         if request is None or request.is_cancelled:
             return False
         if self._is_in_flight(request):
             request.is_cancelled = True
+            if request.is_coasting:
+                self._lives.coasting.cancel(request)
         else:
             self._lives.abort(request, reason, now)
         return True
@@ -277,10 +302,13 @@ class Scheduler:
         other domain may hold, it ends, as replaced. Not while a step is pending.
         """
         self._check_no_pending("restart")
-        self._admission.forget()  # it may find more, or less, under the other namespace
-        request = self._lives[request_id]
+        request = self._find(request_id)
         if domain is None:
             domain = request.spec.domain
+        _check_type(namespace, bytes | None, "namespace")
+        check_domain(domain)
+        self._pass_time(now)
+        self._admission.forget()  # it may find more, or less, under the other namespace
         self._lives.restart(request, namespace, adapter, domain, now)
         num_blocks = self.cache.num_blocks_for(request.max_tokens)
         if num_blocks > self.cache.most_blocks(domain):
@@ -289,7 +317,7 @@ class Scheduler:
     def cut_off(self, request_id: RequestId) -> None:
         """Let a request go on by itself: it matches and publishes nothing any more."""
         self._check_no_pending("cut_off")
-        request = self._lives[request_id]
+        request = self._find(request_id)
         request.namespace = None
         if request.lease is not None:
             self.cache.cut_off(request.lease)
@@ -303,6 +331,7 @@ class Scheduler:
 
     def lift_fence(self, epoch: int) -> None:
         """Let the requests of an epoch start; all earlier ones must have ended."""
+        _check_count(epoch, "epoch")
         free = self._lives.epochs.lift(epoch)
         self._admission.forget()
         for request in free:
@@ -315,6 +344,8 @@ class Scheduler:
         after a preemption. Returns how many blocks remain until they end.
         """
         self._check_no_pending("retire")
+        _check_type(namespace, bytes, "namespace")
+        self._pass_time(now)
         for request in self._lives.all():
             if request.namespace == namespace:
                 request.namespace = None
@@ -334,6 +365,7 @@ class Scheduler:
         own work is less. 0: it cannot coast now. Not while a step is pending.
         """
         self._check_no_pending("coast")
+        tokens = token_buffer(tokens)
         request = self._lives.get(request_id)
         if request is None or not _can_coast(request):
             return 0
@@ -358,6 +390,7 @@ class Scheduler:
 
         The driver knows what they are: one token for each request that coasts.
         """
+        _check_count(num_steps, "num_steps")
         if not 0 < num_steps <= self.num_quiet_steps:
             raise InvariantError(
                 f"skip of {num_steps} steps, {self.num_quiet_steps} are quiet"
@@ -376,19 +409,33 @@ class Scheduler:
         """Whether the pending plan computes something for a request."""
         if self._pending is None or request.state is not RequestState.RUNNING:
             return False
-        return request.is_coasting or any(
-            chunk.request_id == request.request_id for chunk in self._pending.chunks
-        )
+        return request.is_coasting or request.request_id in self._planned
+
+    def _find(self, request_id: RequestId) -> Request:
+        request = self._lives.get(request_id)
+        if request is None:
+            raise RequestError(
+                f"no request {request_id!r:.80} is in flight", field="request_id"
+            )
+        return request
+
+    def _pass_time(self, now: float) -> None:
+        """Refuse a time that is none, or before one that was told."""
+        check_now(now)
+        if now < self._now:
+            raise RequestError(
+                f"now must not go back, got {now} after {self._now}", field="now"
+            )
+        self._now = now
 
     def _check_no_pending(self, verb: str) -> None:
         if self._pending is not None:
             raise InvariantError(f"{verb} while step {self._pending.step} is pending")
 
-    def _take_pending(self, plan: StepPlan) -> None:
-        if self._pending is None or plan.step != self._pending.step:
+    def _check_pending(self, plan: StepPlan) -> None:
+        if self._pending is None or plan is not self._pending:
             expected = "none" if self._pending is None else self._pending.step
             raise InvariantError(f"step {plan.step} is not the pending one: {expected}")
-        self._pending = None
 
     def _check_size(self, spec: RequestSpec) -> None:
         """Refuse what could never run, with the numbers."""
@@ -427,6 +474,21 @@ def _time_limit(config: SchedulerConfig, costs: CostModel | None) -> TimeLimit |
             "token_budget alone"
         )
     return TimeLimit(config.step_time_s, costs)
+
+
+def _check_type(value: object, kind: Any, name: str) -> None:
+    if not isinstance(value, kind):
+        wanted = getattr(kind, "__name__", kind)
+        raise RequestError(
+            f"{name} must be {wanted}, got {type(value).__name__}", field=name
+        )
+
+
+def _check_count(value: object, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RequestError(
+            f"{name} must be an integer of at least 0, got {value!r:.80}", field=name
+        )
 
 
 def _can_coast(request: Request) -> bool:

@@ -88,7 +88,7 @@ class Step:
             num_copied_tokens=sum(copy.num_tokens for copy in self.copies),
         )
         for chunk in self.chunks.values():
-            self._shape.add_chunk(chunk.start, chunk.end, is_decode=True)
+            self._shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
 
     def add(self, request: Request, end: int) -> None:
         """Plan a request up to a position; its table has the slots."""
@@ -109,6 +109,7 @@ class Step:
             block_ids=request.held.table.snapshot(),
             num_samples=request.num_places_needed if is_last else 0,
             adapter=request.spec.adapter,
+            is_decode=not request.is_unfinished,
             start_position=request.spec.start_position,
         )
         self.budget -= end - planned
