@@ -101,7 +101,7 @@ times = st.floats(-1e6, 1e6)
 counts = st.integers(0, 2**31)
 names = st.text(min_size=1, max_size=6).filter(lambda name: "#" not in name)
 ids = st.builds(lambda name, k: RequestId(name + k), names, st.sampled_from(["", "#3"]))
-namespaces = st.binary(min_size=1, max_size=32)
+namespaces = st.binary(min_size=32, max_size=32)
 prompts = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9).map(
     TokenIds.from_ids
 )
@@ -421,7 +421,7 @@ def spec_line() -> dict[str, Any]:
         max_new_tokens=1,
         arrival_s=0.0,
         domain=Domain.private("a"),
-        namespace=b"\1",
+        namespace=bytes(32),
     )
     document: dict[str, Any] = json.loads(written(Added(spec=spec))[1])
     return document
