@@ -52,7 +52,11 @@ def run_generate(
     """Continue all prompts in one batch; raises what the engine raises."""
     memory = settings.memory
     config = replace(
-        config, core=memory.core, quotas=memory.quotas, sharing=settings.sharing
+        config,
+        core=memory.core,
+        quotas=memory.quotas,
+        sharing=settings.sharing,
+        single_tenant=True,  # one person at a terminal
     )
     engine = Engine(loaded, config, costs=memory.costs)
     for prefix in settings.public:

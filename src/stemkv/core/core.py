@@ -36,13 +36,16 @@ __all__ = ["BooksConfig", "Core", "CoreConfig", "Recorder", "make_cache"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BooksConfig:
-    """What the books remember of prefixes that are gone, to explain misses."""
+    """What the books remember of what is gone. `None`: all there ever was."""
 
-    history: int | None = 8  # blocks for each block there is; None: all there ever were
+    history: int | None = 8  # blocks for each block there is, to explain misses
+    # Tenants that hold nothing; what others held is one sum.
+    idle_accounts: int | None = 1024
 
     def __post_init__(self) -> None:
-        if self.history is not None:
-            at_least("history", self.history, 0)
+        for name in ("history", "idle_accounts"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,4 +298,5 @@ def _ledger(config: CoreConfig, costs: CostModel | None) -> Ledger | None:
         config.cache.block_size,
         costs,
         max_history_blocks=None if history is None else history * num_blocks,
+        max_idle_accounts=config.books.idle_accounts,
     )

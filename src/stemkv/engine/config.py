@@ -35,6 +35,9 @@ class EngineConfig:
     numerics: str = "exact"
     reuses_prefixes: bool = True
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
+    # Whether requests that name no tenant are all one tenant's, "default"; else each of
+    # them shares with nobody.
+    single_tenant: bool = False
     num_threads: int | None = None  # None: usable cores less one
     runs_self_test: bool = True
     recheck_share: float = 0.0  # share of hits that `Engine.recheck` computes again
@@ -68,6 +71,10 @@ class EngineConfig:
         ):
             if value is not None:
                 raise ConfigError(f"an engine takes amounts in bytes; give it {name}")
+        if not isinstance(self.single_tenant, bool):
+            raise ConfigError(
+                f"single_tenant must be True or False, got {self.single_tenant!r:.80}"
+            )
         share = self.recheck_share
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 1:

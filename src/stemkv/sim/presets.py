@@ -12,5 +12,5 @@ __all__ = ["LARGE"]
 # A large GPU with a mid-sized model; its books remember everything.
 LARGE: Final = CoreConfig(
     scheduler=SchedulerConfig(token_budget=8192, max_num_running=256),
-    books=BooksConfig(history=None),
+    books=BooksConfig(history=None, idle_accounts=None),
 )

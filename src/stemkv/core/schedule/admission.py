@@ -40,9 +40,11 @@ class Admission:
         """Forget that nobody could start."""
         self._blocked_at = None
 
-    def try_to_start(self, pick: Pick, step: Step, now: float) -> bool:
+    def try_to_start(
+        self, request: Request, pick: Pick, step: Step, now: float
+    ) -> bool:
         """Start a waiting request if nothing is against it; else the order hears why."""
-        lives, request = self._lives, pick.request
+        lives = self._lives
         if not lives.epochs.is_open_to(request):
             # What it shall run on is not in place yet.
             lives.epochs.hold(request)
@@ -55,7 +57,7 @@ class Admission:
             return False
         num_places = lives.running.num_places + request.num_places_needed
         if num_places > self._config.max_num_running:
-            self._cannot_start(pick, WaitReason.PLACES, now)
+            self._cannot_start(request, pick, WaitReason.PLACES, now)
             return False
         if self._hold_for_leader(request, step, now):
             return False
@@ -74,16 +76,18 @@ class Admission:
         )
         if lease is None:
             self._note_stall(request, demand, now)
-            self._cannot_start(pick, WaitReason.MEMORY, now)
+            self._cannot_start(request, pick, WaitReason.MEMORY, now)
             return False
         lives.start(request, lease, now)
         return True
 
     # Private
 
-    def _cannot_start(self, pick: Pick, reason: WaitReason, now: float) -> None:
+    def _cannot_start(
+        self, request: Request, pick: Pick, reason: WaitReason, now: float
+    ) -> None:
         lives = self._lives
-        lives.journal.waits(pick.request, reason, now)
+        lives.journal.waits(request, reason, now)
         if not lives.line.order.cannot_start(pick):
             lives.line.order.pass_over(pick)
         elif not lives.followers.holds and not lives.sessions.has_limits:
