@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from stemkv.core.books.ledger import Ledger
+from stemkv.core.core import Core
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.errors import ConfigError
