@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ from stemkv.measure.steplog import (
     NamespaceReset,
     NamespaceRetired,
     Planned,
+    StepLogHeader,
 )
+from stemkv.measure.steplog_lines import StepLogWriter, read_step_log
+from stemkv.sim.agreement import repeat
+from tests.engine.lives import Life, small_quotas
 from tests.engine.models import build_engine, kv_bytes, random_ids, tiny_once, tokens
 from tests.engine.recording import record
 from tests.engine.serving import random_traffic, serve
@@ -156,6 +161,24 @@ def test_an_engine_goes_on_when_somebody_closed_its_log() -> None:
 
     assert len(completion.token_ids) == 4
     assert isinstance(recorder.error, ValueError)
+
+
+GOLDEN = Path(__file__).parent.parent / "measure" / "golden_run.jsonl"
+
+
+def test_a_run_of_an_earlier_version_is_decided_and_recorded_again() -> None:
+    """Byte by byte; it was recorded by subclasses of cache and scheduler."""
+    loaded = tiny_once("llama-group1", torch.float32)
+    core = Life(loaded, EvictionConfig(), quotas=small_quotas(loaded)).engine.core
+    first, again = io.StringIO(), io.StringIO()
+    StepLogWriter(first, StepLogHeader(model="tiny", core=core.config))
+    lines = GOLDEN.read_text().splitlines()[1:]
+    log = read_step_log([*first.getvalue().splitlines(), *lines], file="golden")
+
+    found = repeat(log, recorder=StepRecorder(again, model="tiny"))
+
+    assert found.first_difference is None, str(found.first_difference)
+    assert again.getvalue().splitlines()[1:] == lines
 
 
 def test_a_recorder_records_one_engine() -> None:

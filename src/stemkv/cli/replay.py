@@ -14,6 +14,7 @@ from typing import Final
 from rich.console import Console
 
 from stemkv.cli.deployment import Deployment, deploy
+from stemkv.cli.options import remedy_as_typed
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
@@ -44,7 +45,7 @@ from stemkv.report.replay import replay_page
 from stemkv.sim.config import ReplayConfig, check_online
 from stemkv.sim.curves import Study, study, with_study
 from stemkv.sim.replay import replay
-from stemkv.sim.settings import trace_facts
+from stemkv.sim.settings import cannot_hit, trace_facts
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
@@ -152,6 +153,8 @@ def run_replay(options: ReplayOptions) -> int:
     )
     check_names(config.core.order, trace)
     say_if_open(trace, config.load.loop)
+    for text in cannot_hit(trace, config.core.cache if options.has_clock else None):
+        say(f"warning: {remedy_as_typed(text)}")
     run = _run_timed if options.has_clock else _run_sequence
     return run(console, trace, config, deployment, options, thresholds)
 

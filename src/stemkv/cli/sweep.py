@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stemkv.cli.deployment import Deployment, deploy
+from stemkv.cli.options import remedy_as_typed
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
@@ -44,7 +45,7 @@ from stemkv.sim.config import (
 )
 from stemkv.sim.curves import lru_curves, units_in
 from stemkv.sim.hinting import HintRule
-from stemkv.sim.settings import replay_settings, trace_facts
+from stemkv.sim.settings import cannot_hit, replay_settings, trace_facts
 from stemkv.sim.sweep import (
     Grid,
     Play,
@@ -138,13 +139,16 @@ def run_sweep(options: SweepOptions) -> int:
     trace = load_trace(options.trace, rate=options.load.workload_rate)
     check_names(base.core.order, trace)
     say_if_open(trace, base.load.loop)
+    cache = base.core.cache if options.has_clock else None
+    for text in cannot_hit(trace, cache):
+        say(f"warning: {remedy_as_typed(text)}")
     if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)
     if options.load.quotas is not None:
         check_in(options.load.quotas, trace, configs, deployment.costs)
     result = SweepResult(
-        trace=trace_facts(trace),
+        trace=trace_facts(trace, cache),
         config=_settings(base, has_clock=options.has_clock),
         cost_source=deployment.costs.source,
         cells=_cells(options, trace, configs, deployment, has_clock=options.has_clock),

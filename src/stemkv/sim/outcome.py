@@ -111,7 +111,7 @@ class Outcome:
         by_arrival = sorted(entries, key=lambda e: (e.arrival_s, int(e.request_id)))
         half = by_arrival[len(entries) // 2 :]
         result = ReplayResult(
-            trace=trace_facts(self._trace),
+            trace=trace_facts(self._trace, self._config.core.cache),
             config={
                 **replay_settings(self._config, self._block_bytes),
                 "cost": self._costs.source,
@@ -133,6 +133,7 @@ class Outcome:
             num_refused_blocks=sum(r.num_refused_blocks for r in self._replicas),
             num_published_blocks=sum(u.num_published_blocks for u in usages),
             peak_active_blocks=max(usage.peak_active_blocks for usage in usages),
+            peak_active_tokens=max(r.peak_active_tokens for r in self._replicas),
             regret_tokens=sum(regret.num_tokens for regret in regrets),
             regret_delay_s=summarize_weighted(
                 "regret", [(r.delay_s, r.num_tokens) for r in regrets]

@@ -77,6 +77,8 @@ class Replica:
         self.num_steps = 0
         self.busy_s = 0.0
         self.num_preemptions = 0
+        self.peak_active_tokens = 0  # after a step
+        self._peak_active = 0  # the same in blocks
         self.num_refused_blocks = 0  # not retained after their last lease
         self.gap = gap  # between tenants; None: nobody looks
         # Seconds in the scheduler, its cache and its order; None: nobody looks.
@@ -265,6 +267,9 @@ class Replica:
         cache = self.cache
         num_active = cache.num_active_blocks
         num_cached = cache.tree.num_unpinned_blocks
+        if num_active > self._peak_active:
+            self._peak_active = num_active
+            self.peak_active_tokens = cache.usage().num_active_tokens
         self.memory.add(
             MemorySample(
                 at_s=now,

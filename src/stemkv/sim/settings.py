@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.measure.results import GIB, TraceFacts
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.trace import Trace
 
-__all__ = ["core_settings", "replay_settings", "trace_facts"]
+__all__ = ["cannot_hit", "core_settings", "replay_settings", "trace_facts"]
 
 Settings = dict[str, str | int | float | None]
 
@@ -60,8 +61,30 @@ def replay_settings(config: ReplayConfig, block_bytes: int) -> Settings:
     }
 
 
-def trace_facts(trace: Trace) -> TraceFacts:
-    """Return what a report says of a trace."""
+def cannot_hit(trace: Trace, cache: CacheConfig | None = None) -> tuple[str, ...]:
+    """Return why nothing of a trace can be reused in blocks of that size; usually empty.
+
+    Without a cache the trace's units are the blocks.
+    """
+    longest = max((each.input_length for each in trace.requests), default=0)
+    if not any(each.units for each in trace.requests):
+        return (
+            f"nothing can be reused: no prompt has a whole unit of {trace.unit_size:,} "
+            f"tokens, the longest has {longest:,}; write the trace in smaller units",
+        )
+    if cache is None or any(
+        cache.can_hit(each.input_length, each.output_length) for each in trace.requests
+    ):
+        return ()
+    return (
+        f"nothing can be reused: a block has {cache.block_size:,} tokens, and no prompt "
+        f"fills one, even with its output; the longest has {longest:,}; take a smaller "
+        f"block_size",
+    )
+
+
+def trace_facts(trace: Trace, cache: CacheConfig | None = None) -> TraceFacts:
+    """Return what a report says of a trace, and of whether it can be reused at all."""
     return TraceFacts(
         name=trace.name,
         format=trace.format,
@@ -77,6 +100,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
         num_opaque=sum(request.is_opaque for request in trace.requests),
         problems=tuple(map(str, trace.problems[:_MAX_PROBLEMS])),
         notes=tuple(trace.notes),
+        warnings=cannot_hit(trace, cache),
     )
 
 
