@@ -128,7 +128,7 @@ def _core(typed: Mapping[str, Any]) -> CoreConfig:
         if isinstance(_default(knob), Mapping):
             value = pairs_listed(knob.option, value)
         elif knob.per != 1.0 and value is not None:
-            value = value * knob.per
+            value = value / knob.per
         parts.setdefault(knob.part, {})[knob.field] = value
     core = LARGE
     for part, values in parts.items():

@@ -15,7 +15,7 @@ class Knob:
     part: str  # of a `CoreConfig`
     field: str
     option: str
-    per: float = 1.0  # what is typed, times this, is the setting
+    per: float = 1.0  # what is typed, over this, is the setting
     unit: str = ""  # of what is typed, for the help
     needs_clock: bool = True
 
@@ -45,7 +45,7 @@ KNOBS: Final = (
         part="scheduler",
         field="step_time_s",
         option="--step-time",
-        per=1e-3,
+        per=1e3,
         unit="Milliseconds",
     ),
     Knob(part="sessions", field="share", option="--session-share"),
