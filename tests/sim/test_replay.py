@@ -33,6 +33,7 @@ from stemkv.core import (
 from stemkv.core.books.cost import FittedCost, StepShape
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.retention.memory import MemoryQuota
 from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.core.retention.policies import OBJECTIVES
 from stemkv.core.retention.retention import Retention
@@ -49,7 +50,7 @@ from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
 from stemkv.sim.hinting import HINTS, HintRule
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from stemkv.core.books.cost import CostModel
+from stemkv.core.retention.memory import MemoryQuota
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.schedule.orders import OrderConfig
 from stemkv.errors import ConfigError
@@ -19,7 +20,7 @@ from stemkv.measure.results import GIB
 from stemkv.sim.config import LARGE, ReplayConfig
 from stemkv.sim.distance import lru_curve
 from stemkv.sim.pricing import num_blocks
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import check_quotas, replay
 from stemkv.sim.reuse import find_reuses
 from stemkv.sim.sharing import SharingRule
