@@ -64,7 +64,7 @@ def add(
         max_new_tokens=num_output,
         arrival_s=at,
         domain=Domain.private("a"),
-        namespace=bytes(32),
+        namespace=b"n" * 32,
     )
     replica.add(spec, 1_000 + len(replica.times))
 
