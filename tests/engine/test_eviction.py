@@ -25,6 +25,7 @@ from tests.engine.lives import EVERY_POLICY, POLICIES, Life, name_of, small_quot
 from tests.engine.lora_files import make_adapter
 from tests.engine.models import TINY, kv_bytes, random_ids, tiny_once, tokens
 from tests.engine.serving import assert_agreement, assert_cached_kv_is_fresh
+from tests.knobs import engine_config
 
 ONE = SamplingParams(max_new_tokens=1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -132,7 +133,7 @@ def build(
     )
     engine = Engine(
         loaded,
-        EngineConfig(**settings | config),
+        engine_config(**settings | config),
         clock=lambda: time[0],
         costs=costs,
     )
@@ -146,9 +147,11 @@ def block_bytes(block_size: int = 8) -> int:
 def test_the_defaults_are_the_core_s_and_the_policy_is_the_reuse_index() -> None:
     config = EngineConfig()
 
-    assert config.eviction == EvictionConfig(name="reuse_index", objective="tokens")
-    assert config.lookahead == SchedulerConfig().lookahead
-    assert config.max_kept_share == CacheConfig(num_blocks=1).max_kept_share
+    assert config.core.eviction == EvictionConfig(
+        name="reuse_index", objective="tokens"
+    )
+    assert config.core.scheduler.lookahead == SchedulerConfig().lookahead
+    assert config.core.cache.max_kept_share == CacheConfig(num_blocks=1).max_kept_share
     assert config.quotas is None
 
 
