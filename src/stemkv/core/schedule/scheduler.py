@@ -661,14 +661,18 @@ class Scheduler:
                         step.copies.append(copy)
                     return True
             victim = self._order.victim(self._running)
-            if victim.is_coasting:
-                self._wake(victim)
-                step.budget += 1  # what was kept for it
-            step.drop(victim)
-            self._preempt(victim, now)
+            self._yield(victim, step, now)
             step.has_preempted = True
             if victim is request:
                 return False
+
+    def _yield(self, victim: Request, step: _Step, now: float) -> None:
+        """Preempt a request, and take back what the step has planned for it."""
+        if victim.is_coasting:
+            self._wake(victim)
+            step.budget += 1  # what was kept for it
+        step.drop(victim)
+        self._preempt(victim, now)
 
     def _preempt(self, request: Request, now: float) -> None:
         """Take a running request's blocks; keep what it computed, if it may share."""
@@ -710,7 +714,7 @@ class Scheduler:
             request.waits.now_for(WaitReason.SESSION, now)
             return False
         if self._num_places + _num_places(request) > self.config.max_num_running:
-            self._cannot_start(pick, WaitReason.PLACES, now)
+            self._cannot_start(pick, WaitReason.PLACES, step, now)
             return False
         if self._hold_for_leader(request, now):
             return False
@@ -731,15 +735,20 @@ class Scheduler:
         )
         if lease is None:
             self._book_stall(request, now)
-            self._cannot_start(pick, WaitReason.MEMORY, now)
+            self._cannot_start(pick, WaitReason.MEMORY, step, now)
             return False
         self._start(request, lease, step, now)
         return True
 
-    def _cannot_start(self, pick: Pick, reason: WaitReason, now: float) -> None:
+    def _cannot_start(
+        self, pick: Pick, reason: WaitReason, step: _Step, now: float
+    ) -> None:
         pick.request.waits.now_for(reason, now)
         if not self._order.cannot_start(pick):
-            self._order.pass_over(pick)
+            return
+        victim = self._order.yields_to(pick, self._running)
+        if victim is not None:
+            self._yield(victim, step, now)
         elif not self._holds and self._sessions is None:
             # Who is held may go on for reasons that are no part of this state.
             self._blocked_at = self._admission_state()
