@@ -246,8 +246,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     _equal("requests that coast", len(scheduler._coasts), len(coasting))
     _require(stepping == scheduler._stepping, "who steps is not who does not coast")
-    num_places = sum(request.num_places for request in running)
-    _equal("places taken", scheduler._num_places, num_places)
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)

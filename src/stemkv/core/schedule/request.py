@@ -183,7 +183,6 @@ class Request:
         "num_cached",
         "num_computed",
         "num_counted",
-        "num_places",
         "num_preemptions",
         "num_public",
         "num_steps_awaiting",
@@ -212,7 +211,6 @@ class Request:
         self.num_computed = 0  # leading tokens whose KV is in the table
         self.num_counted = 0  # leading tokens that `counts` has seen
         self.counts = TokenCounts()
-        self.num_places = 0  # of `max_num_running`, while it runs
         self.num_preemptions = 0
         self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
         self.is_cancelled = False  # cancelled while its step was in flight

@@ -125,7 +125,6 @@ class Scheduler:
                 num_blocks=cache.config.num_blocks,
                 block_size=cache.config.block_size,
             )
-        self._num_places = 0  # taken by running requests
         self._coasts: dict[RequestId, _Coast] = {}
         # (first step in which it does not coast, order, since when it does, its coast):
         # one that began again may wake in the same step as it did before.
@@ -279,7 +278,7 @@ class Scheduler:
         self._check_no_pending("restart")
         self._blocked_at = None  # it may find more, or less, under the other namespace
         request = self._requests[request_id]
-        num_samples = _num_places(request)
+        num_samples = _num_samples(request)
         self._wake(request)
         num_output = request.num_output_tokens
         if request.state is RequestState.RUNNING:
@@ -493,7 +492,6 @@ class Scheduler:
             self._num_added,
             len(self._order),
             self._num_moves,
-            self._num_places,  # a sample may end and leave all its blocks to others
             cache.num_available_blocks,
             cache.num_lendable_blocks,
             cache.tree.num_nodes,
@@ -630,7 +628,7 @@ class Scheduler:
         planned = step.end_of(request)
         if end <= planned:
             raise InvariantError(f"request {request.request_id} has nothing to compute")
-        num_samples = _num_places(request) if end == request.num_tokens else 0
+        num_samples = _num_samples(request) if end == request.num_tokens else 0
         step.add(
             Chunk(
                 request_id=request.request_id,
@@ -713,7 +711,7 @@ class Scheduler:
             self._order.hold(request, None)
             request.waits.now_for(WaitReason.SESSION, now)
             return False
-        if self._num_places + _num_places(request) > self.config.max_num_running:
+        if len(self._running) >= self.config.max_num_running:
             self._cannot_start(pick, WaitReason.PLACES, step, now)
             return False
         if self._hold_for_leader(request, now):
@@ -770,7 +768,7 @@ class Scheduler:
         request.waits.now_for(None, now)
         if self.cache.ledger is not None:
             self._book_lookup(self.cache.ledger, request, lease, now)
-        self._run(request, _num_places(request))
+        self._run(request)
         _count_matched(request, lease.num_matched_tokens, copied)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
@@ -1092,6 +1090,19 @@ class Scheduler:
         heirs = [request, *self._fork(request, chunk.num_samples, now)]
         for heir, sample in zip(heirs, samples, strict=True):
             self._take_sample(heir, sample, now)
+        self._leave_places(heirs, now)
+
+    def _leave_places(self, heirs: list[Request], now: float) -> None:
+        """Let samples wait that found no place: only one was asked for them all.
+
+        They have their first token, and what led to it stays cached if it may.
+        """
+        for sample in reversed(heirs[1:]):
+            if len(self._running) <= self.config.max_num_running:
+                return
+            if sample.state is RequestState.RUNNING:
+                self._preempt(sample, now)
+                sample.waits.now_for(WaitReason.PLACES, now)
 
     def _fork(self, request: Request, num_samples: int, now: float) -> list[Request]:
         """Split a prefilled request into its samples, which share all its blocks."""
@@ -1108,10 +1119,8 @@ class Scheduler:
             child.epoch = request.epoch
             child.lease = self.cache.fork(_lease_of(request), now)
             self._take_in(child)
-            self._run(child, 1)
+            self._run(child)
             children.append(child)
-        self._num_places -= request.num_places - 1  # the samples have theirs
-        request.num_places = 1
         self._events.append(
             RequestForked(
                 now=now,
@@ -1176,20 +1185,16 @@ class Scheduler:
             self.cache.forget(lease, now)
         request.lease = None
         request.num_computed = 0
-        self._num_places -= request.num_places
-        request.num_places = 0
         for requests in (self._running, self._stepping):
             index = bisect_left(requests, request.order_key, key=_order_key)
             if requests[index] is not request:
                 raise InvariantError(f"request {request.request_id} is not running")
             del requests[index]
 
-    def _run(self, request: Request, num_places: int) -> None:
+    def _run(self, request: Request) -> None:
         if self._sessions is not None:
             self._sessions.started(request)
         self._num_moves += 1
-        request.num_places = num_places
-        self._num_places += num_places
         insort(self._running, request, key=_order_key)
         insort(self._stepping, request, key=_order_key)
 
@@ -1401,7 +1406,7 @@ def _lease_of(request: Request) -> Lease:
     return request.lease
 
 
-def _num_places(request: Request) -> int:
+def _num_samples(request: Request) -> int:
     """How many requests this one is, or will be once it forks."""
     if request.num_output_tokens or request.sample:
         return 1
