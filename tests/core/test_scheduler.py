@@ -1188,7 +1188,7 @@ def test_samples_take_places_as_they_come_and_answer_as_ever() -> None:
 
 def test_samples_without_a_place_that_may_share_nothing_compute_their_prompt() -> None:
     driver = Driver(max_num_running=2)
-    driver.add("r", "efghij", max_new_tokens=3, num_samples=2, shares=False)
+    driver.add("r", "efghij", max_new_tokens=3, num_samples=2, namespace=None)
     driver.add("s", "ijklmn", max_new_tokens=3)
 
     driver.finish()
