@@ -421,7 +421,10 @@ class Ask:
 
 PLACES = 8
 ASKS = st.builds(
-    Ask, st.integers(1, 600), st.integers(1, 60), st.sampled_from([1, 2, PLACES])
+    Ask,
+    st.sampled_from([1, 40, 600]),
+    st.sampled_from([1, 5, 80]),
+    st.sampled_from([1, 2, PLACES]),
 )
 PLENTY, SHORT = 4_000, 100  # blocks
 QUANTUM = 64
