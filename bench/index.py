@@ -37,7 +37,9 @@ from stemkv.core import (
     SharingPolicy,
     TokenIds,
 )
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.retention.retention import Retention
 
 BLOCK_SIZE = 16
 NUM_PREFIX = 12_000
@@ -308,7 +310,7 @@ class Scene:
 
     def __init__(self, num_blocks: int) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.cache = PrefixCache(config, Lru)
+        self.cache = PrefixCache(config, Retention(Lru))
         self.peek = partial(self.cache.peek, NAMESPACE, TENANT)
         self.rng = random.Random(1)
         self.now = 0.0
@@ -366,7 +368,9 @@ class Scene:
         cache = self.cache
         self.now = now = self.now + 0.001
         num_tokens = len(prompt) // TOKEN_BYTES
-        lease = cache.acquire(NAMESPACE, TENANT, prompt, num_slots=num_tokens, now=now)
+        lease = cache.acquire(
+            NAMESPACE, TENANT, prompt, Demand(num_slots=num_tokens), now=now
+        )
         assert lease is not None, "the cache has room for one request at a time"
         cache.publish(lease, prompt, num_tokens, now)
         cache.release(lease, now)
@@ -386,7 +390,7 @@ class Scene:
         self.now += 0.001
         prompt = leaf + self.tokens(1)
         lease = self.cache.acquire(
-            NAMESPACE, TENANT, prompt, num_slots=LEAF_TOKENS + 1, now=self.now
+            NAMESPACE, TENANT, prompt, Demand(num_slots=LEAF_TOKENS + 1), now=self.now
         )
         assert lease is not None, "a private block is free"
         self.cache.release(lease, self.now)

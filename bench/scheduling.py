@@ -385,8 +385,16 @@ def ordering_us(num_waiting: int, *, num_steps: int) -> tuple[float, float]:
         on_end=lambda request_id, now: None,
     )
     scheduler = replica.scheduler
-    matches = scheduler._matches
-    scheduler._matches = replica.cache._matches = watch.of(matches)
+    line = scheduler._lives.line
+    matches = line.matches
+    watched = line.matches = watch.of(matches)
+    audience = replica.cache.residency.audience
+    for event in audience.__slots__:
+        hooks = [
+            getattr(watched, event) if hook.__self__ is matches else hook
+            for hook in getattr(audience, event)
+        ]
+        setattr(audience, event, tuple(hooks))
     now, num_added, arriving_us = 0.0, 0, 0.0
     num_before, step_us_before, arriving_us_before = 0, 0.0, 0.0
     for step in range(num_steps + _WARM_UP):

@@ -24,10 +24,12 @@ from stemkv import (
     BlockCopy,
     CacheConfig,
     ComputeIdentity,
+    Demand,
     Domain,
     Lease,
     Lru,
     PrefixCache,
+    Retention,
     TokenIds,
 )
 
@@ -139,7 +141,7 @@ class Server:
             self.namespace,
             job.tenant,
             job.buffer,
-            num_slots=len(job.tokens),
+            Demand(num_slots=len(job.tokens)),
             now=self.now,
         )
         if job.lease is None:
@@ -219,7 +221,9 @@ def main() -> dict[str, int]:
     )
     namespace = identity.namespace()
     assert namespace is not None, "every fact is known"
-    cache = PrefixCache(CacheConfig(num_blocks=BLOCKS, block_size=BLOCK), Lru)
+    cache = PrefixCache(
+        CacheConfig(num_blocks=BLOCKS, block_size=BLOCK), Retention(Lru)
+    )
     server = Server(cache, namespace, Model())
     ann, bob = Domain.private("ann"), Domain.private("bob")
     system = list(range(10, 24))  # fourteen tokens: three blocks and a half

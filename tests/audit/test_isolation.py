@@ -261,12 +261,12 @@ def use_refreshes_equal_blocks_of_others(patch: pytest.MonkeyPatch) -> None:
 
     def touching(self: PrefixCache, *rest: Any, now: float, **more: Any) -> Any:
         lease = acquire(self, *rest, now=now, **more)
-        tokens, retention = rest[2], self._retention
+        tokens, retention = rest[2], self.keeper
         for node in tuple(self.tree.nodes()):
             if retention.is_evictable(node) and tokens.startswith(node.edge):
                 retention._withdraw(node.id)
-                retention.used(node, lease, tick=self._tick, now=now)
-                retention.became_evictable(node, now=now)
+                retention.used(node, lease.caller, self.residency._tick, now)
+                retention.became_evictable(node, now)
         return lease
 
     patch.setattr(PrefixCache, "acquire", touching)
@@ -610,7 +610,14 @@ def test_a_tenant_sees_its_requests_its_domain_and_nothing_else() -> None:
         )
 
     def published(domain: Domain) -> BlocksPublished:
-        return BlocksPublished(now=0.0, namespace=b"", domain=domain, num_blocks=1)
+        return BlocksPublished(
+            now=0.0,
+            namespace=b"",
+            domain=domain,
+            block_ids=(0,),
+            start=0,
+            parent_block_id=None,
+        )
 
     forked = RequestForked(now=0.0, request_id=RequestId("mine#1"), child_ids=())
     seen = [

@@ -59,7 +59,8 @@ class BookedDriver(Driver):
         )
         self.keeper = Keeper(self.scheduler)
         if is_booked:
-            self.cache.ledger = self.ledger
+            self.cache.watch(self.ledger)
+            self.scheduler._lives.journal.ledger = self.ledger
 
     @property
     def entries(self) -> list[LedgerEntry]:
@@ -111,15 +112,15 @@ class BookedDriver(Driver):
         """The ledger agrees with itself and with the keeper, at this moment."""
         self.ledger.check(self.cache.tree.nodes(), self.now)
         self.keeper.check_accounts(self.ledger.accounts(self.now))
-        stalls = self.ledger.stalls
-        assert sum(stalls.by_account.values()) == stalls.active_blocks
+        blamed = sum(a.stalling_blocks for a in self._accounts().values())
+        assert blamed == self.ledger.stalls.active_blocks
         prefixes = self.ledger.prefixes(self.cache.tree.nodes(), self.now)
         held = self.keeper.published
         # A split divides by blocks, so these are sums of fractions.
-        active_s = math.fsum(p.active_block_s for p in prefixes.values())
+        runs = [*prefixes.values(), self.ledger.forgotten]
+        active_s = math.fsum(run.active_block_s for run in runs)
         assert math.isclose(active_s, held.active_block_s, abs_tol=1e-9)
-        # What the history has forgotten is booked without a place.
-        assert all(p.start < p.end or p.end == 0 for p in prefixes.values())
+        assert all(p.start < p.end for p in prefixes.values())
         num_evicted = sum(a.num_evicted_blocks for a in self._accounts().values())
         assert num_evicted == self.cache.usage().num_evicted_blocks
         num_published = sum(a.num_published_blocks for a in self._accounts().values())

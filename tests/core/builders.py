@@ -19,10 +19,12 @@ from typing import Any
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES, Span, TokenIds
 from stemkv.core.prefix.tree import Node
 from stemkv.core.retention.policy import EvictionPolicy, Lru
+from stemkv.core.retention.retention import Retention
 from tests.core.picture import picture
 
 NAMESPACE = b"n" * 32
@@ -95,12 +97,12 @@ def build_cache(
     make_policy: Callable[[], EvictionPolicy] = Lru,
 ) -> PrefixCache:
     config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
-    return PrefixCache(config, make_policy)
+    return PrefixCache(config, Retention(make_policy))
 
 
 def policy_of(cache: PrefixCache) -> EvictionPolicy:
     """The policy of a cache without quotas."""
-    return cache._retention._common.policy
+    return cache.keeper._common.policy
 
 
 def acquire(
@@ -118,8 +120,9 @@ def acquire(
         namespace,
         domain,
         tokens(text),
-        num_slots=len(text) if num_slots is None else num_slots,
-        num_spare=num_spare,
+        Demand(
+            num_slots=len(text) if num_slots is None else num_slots, num_spare=num_spare
+        ),
         now=now,
     )
 
@@ -224,10 +227,11 @@ def snapshot(cache: PrefixCache) -> dict[str, Any]:
         "nodes": [_picture(node) for node in [*roots, *tree.nodes()]],
         "next_node_id": tree._next_id,
         "num_tree_blocks": (tree.num_blocks, tree.num_pinned_blocks),
-        "retention": picture(cache._retention),
-        "tick": cache._tick,
-        "key_spaces": repr(cache._key_spaces),
-        "public": repr(cache._public),
+        "retention": picture(cache.keeper),
+        "tick": cache.residency._tick,
+        "key_spaces": repr(cache.residency._keys._spaces),
+        "standing": picture(cache.residency.standing),
+        "leases": len(cache._leases),
         "usage": cache.usage(),
     }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b, sha256
@@ -42,7 +42,9 @@ from stemkv.core import (
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.blocks import BlockState
 from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.table import BlockCopy
 from stemkv.core.prefix.tokens import TOKEN_BYTES, Span
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -221,6 +223,9 @@ class Kv(NamedTuple):
     owner: Owner
 
 
+GARBAGE = Kv(b"\xff" * TOKEN_BYTES, Owner(None, None, "", "", BASE))
+
+
 class FakeRunner:
     """Executes plans on virtual KV and refuses every unsound access.
 
@@ -243,22 +248,46 @@ class FakeRunner:
             ord(letter) - _FIRST: reason for letter, reason in (stops or {}).items()
         }
 
-    def execute(self, plan: StepPlan, *, num_chunks: int | None = None) -> StepResult:
-        """Run the copies, then the chunks (only the first so many, to fail midway)."""
+    def execute(self, plan: StepPlan, *, failed: Collection[str] = ()) -> StepResult:
+        """Run the copies, then the chunks, but for those that fail."""
+        self._run(plan.copies, [c for c in plan.chunks if c.request_id not in failed])
+        self._spoil((), [c for c in plan.chunks if c.request_id in failed])
+        return StepResult(
+            {
+                c.request_id: self._sample(c)
+                for c in plan.chunks
+                if c.num_samples and c.request_id not in failed
+            },
+            failed=frozenset(map(RequestId, failed)),
+        )
+
+    def fail(self, plan: StepPlan, num_done: int) -> None:
+        """Run only the first so many copies and chunks; leave garbage for the rest."""
+        num_chunks = max(0, num_done - len(plan.copies))
+        self._run(plan.copies[:num_done], plan.chunks[:num_chunks])
+        self._spoil(plan.copies[num_done:], plan.chunks[num_chunks:])
+
+    def _run(self, copies: Sequence[BlockCopy], chunks: Sequence[Chunk]) -> None:
         holders = self._holders()
-        for copy in plan.copies:
+        for copy in copies:
             self._require_private(copy.target, holders, f"copy to {copy.target}")
             assert 1 <= copy.num_tokens <= self._block_size
             for offset in range(copy.num_tokens):
                 self.kv[copy.target, offset] = self.kv[copy.source, offset]
-        chunks = plan.chunks[:num_chunks]
         for chunk in chunks:
             self._read_prefix(chunk)
         for chunk in chunks:
             self._write(chunk, holders)
-        return StepResult(
-            {c.request_id: self._sample(c) for c in chunks if c.num_samples}
-        )
+
+    def _spoil(self, copies: Sequence[BlockCopy], chunks: Sequence[Chunk]) -> None:
+        """Leave what no request may read in the slots that should have been written."""
+        for copy in copies:
+            for offset in range(copy.num_tokens):
+                self.kv[copy.target, offset] = GARBAGE
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
+                index, offset = divmod(position, self._block_size)
+                self.kv[chunk.block_ids[index], offset] = GARBAGE
 
     def retire(self, namespace: bytes) -> None:
         """Take back declarations for those who come later."""
@@ -290,8 +319,20 @@ class FakeRunner:
                 assert kv.prefix == prefix[: (position + 1) * TOKEN_BYTES]
         for request in self._scheduler.requests():
             if request.lease is not None:
-                table = request.lease.table.snapshot()
-                self._check_prefix(request, table, request.num_computed)
+                table, copy = request.lease.table.snapshot(), request.lease.copy
+                num_promised = 0 if copy is None else copy.num_tokens
+                end = request.num_computed - num_promised
+                self._check_prefix(request, table, end)
+                if copy is not None:
+                    self._check_source(request, copy, end)
+
+    def _check_source(self, request: Request, copy: BlockCopy, start: int) -> None:
+        """What is to be copied for a request is still there."""
+        for offset in range(copy.num_tokens):
+            kv = self.kv.get((copy.source, offset))
+            assert kv is not None, "the source of a copy was never computed"
+            end = (start + offset + 1) * TOKEN_BYTES
+            assert kv.prefix == request.tokens[:end], "the source of a copy changed"
 
     def _holders(self) -> dict[int, list[RequestId]]:
         holders = defaultdict(list)
@@ -404,11 +445,12 @@ class Driver:
         order: OrderConfig = FCFS,
         step_time_s: float | None = None,
         retained_floor_blocks: int = 0,
+        costs: FittedCost = COSTS,
     ) -> None:
         self.now = 0.0
         cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
         if make_cache is None:
-            self.cache = PrefixCache(cache_config, Lru)
+            self.cache = PrefixCache(cache_config, Retention(Lru))
         else:
             self.cache = make_cache(cache_config)
         self.config = SchedulerConfig(
@@ -422,7 +464,7 @@ class Driver:
             retained_floor_blocks=retained_floor_blocks,
         )
         self.scheduler = Scheduler(
-            self.config, self.cache, order.make(COSTS), costs=COSTS
+            self.config, self.cache, order.make(costs), costs=costs
         )
         self.youngest_yields = order.name not in ("fair", "deadline")
         self.runner = FakeRunner(self.scheduler, stops)
@@ -434,6 +476,7 @@ class Driver:
         self.ends: dict[str, RequestFinished | RequestAborted] = {}
         # Tokens of committed chunks, since the request began (again).
         self.num_executed: Counter[str] = Counter()
+        self.num_prefilled = 0  # of them, those of chunks that are no decodes
         self.models: dict[str, Model] = {}  # what each sample must be computed with
         self.restarted: set[str] = set()
         self.num_fences = 0
@@ -549,7 +592,10 @@ class Driver:
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Event, ...]:
         events = self.scheduler.commit(plan, result, self._tick())
         for chunk in plan.chunks:
-            self.num_executed[chunk.request_id] += chunk.num_tokens
+            if chunk.request_id not in result.failed:
+                self.num_executed[chunk.request_id] += chunk.num_tokens
+                self.num_prefilled += 0 if chunk.is_decode else chunk.num_tokens
+        assert self.scheduler.service.num_prefill == self.num_prefilled
         self._note(events)
         return events
 
@@ -740,6 +786,7 @@ class Driver:
             model = Model(chunk.adapter, chunk.start_position, self.runner.weights)
             assert model == self.models[chunk.request_id], "computed with another model"
             assert chunk.end <= request.num_tokens
+            assert chunk.is_decode is (chunk.request_id in decoding)
             span = slice(chunk.start * TOKEN_BYTES, chunk.end * TOKEN_BYTES)
             assert chunk.tokens == request.tokens[span]
             assert len(chunk.block_ids) * self.cache.config.block_size >= chunk.end

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -11,12 +14,22 @@ from stemkv.core.check import check_cache
 from stemkv.core.prefix.blocks import BlockState
 from stemkv.core.prefix.cache import Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
-from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
-from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished, DropReason
+from stemkv.core.prefix.identity import PUBLIC, Domain, DomainKind
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.prefix.tree import Node
+from stemkv.core.prefix.watcher import LeaseWatcher
 from stemkv.core.retention.policy import Lru
-from stemkv.errors import ConfigError, DoubleRelease, InvariantError, PromptTooLong
+from stemkv.errors import (
+    ConfigError,
+    DoubleRelease,
+    InvariantError,
+    PromptTooLong,
+    RequestError,
+    TokenOutOfRange,
+)
 from tests.core.builders import (
     ALICE,
     BOB,
@@ -423,8 +436,16 @@ def test_publishing_returns_what_it_added_and_tells_it_once() -> None:
 
     assert added == [1, 1, 0, 1, 0]
     assert cache.usage().num_published_blocks == 3
-    assert sink.events == 3 * [
-        BlocksPublished(now=3.0, namespace=NAMESPACE, domain=ALICE, num_blocks=1)
+    assert sink.events == [
+        BlocksPublished(
+            now=3.0,
+            namespace=NAMESPACE,
+            domain=ALICE,
+            block_ids=(lease.table[start],),
+            start=start,
+            parent_block_id=lease.table[start - 1] if start else None,
+        )
+        for start in range(3)
     ]
 
 
@@ -848,7 +869,9 @@ def test_evictions_are_told_with_the_owner_and_the_count() -> None:
     assert cache.evict(2, 7.0) == 2
     assert cache.evict(0, 8.0) == 0
 
-    assert sink.events == [BlocksEvicted(now=7.0, domain=BOB, num_blocks=2)]
+    assert sink.events == [
+        BlocksEvicted(now=7.0, namespace=NAMESPACE, domain=BOB, block_ids=(1, 2))
+    ]
     assert cache.usage().num_evicted_blocks == 2
 
 
@@ -1484,7 +1507,7 @@ def test_serving_a_long_prompt_takes_no_call_per_block() -> None:
         def act() -> None:
             acquired.append(
                 cache.acquire(
-                    NAMESPACE, ALICE, prompt, num_slots=len(text) + 1, now=1.0
+                    NAMESPACE, ALICE, prompt, Demand(num_slots=len(text) + 1), now=1.0
                 )
             )
 
@@ -1576,3 +1599,211 @@ def test_of_many_declared_prefixes_the_longest_common_one_counts(seed: int) -> N
             for each in declared
         )
         assert cache.num_public_blocks(NAMESPACE, tokens(asked)) == longest // 2
+
+
+# What may come in
+
+
+WRONG_TOKENS = [
+    b"12345",
+    "text",
+    [1, 2],
+    array("q", [1, 2]),
+    bytearray(8),
+    None,
+]
+WRONG_NAMESPACES = ["n" * 32, b"abc", b"", bytearray(32), 7]
+WRONG_DOMAINS = ["alice", b"alice", None, DomainKind.PRIVATE]
+WRONG_TIMES = [math.nan, math.inf, -math.inf, "1", None, True]
+
+
+def asked(
+    cache: PrefixCache,
+    *,
+    namespace: object = NAMESPACE,
+    domain: object = ALICE,
+    prompt: object = b"",
+    now: object = 0.0,
+) -> list[Callable[[], object]]:
+    """Every verb and question that takes these from outside."""
+    ids: Any = prompt or tokens("abcd")
+    where: Any = namespace
+    who: Any = domain
+    when: Any = now
+    prefix: Any = prompt or TokenIds(tokens("abcd"))
+    demand = Demand(num_slots=8)
+    return [
+        lambda: cache.acquire(where, who, ids, demand, now=when),
+        lambda: cache.keep(where, who, prefix, until=1.0, now=when),
+        lambda: cache.peek(where, who, ids),
+        lambda: cache.num_missing_blocks(where, who, ids, demand),
+        lambda: cache.num_public_blocks(where, ids),
+        lambda: cache.declare_public(where, prefix),
+        lambda: cache.retire(where, when),
+        lambda: cache.end_session(who, "s", when),
+        lambda: cache.evict(1, when),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "error", "verbs"),
+    [("prompt", each, TokenOutOfRange, (0, 1, 2, 3, 4, 5)) for each in WRONG_TOKENS]
+    + [
+        ("namespace", each, RequestError, (0, 1, 2, 3, 4, 5, 6))
+        for each in WRONG_NAMESPACES
+    ]
+    + [("domain", each, RequestError, (0, 1, 2, 3, 7)) for each in WRONG_DOMAINS]
+    + [("now", each, RequestError, (0, 1, 6, 7, 8)) for each in WRONG_TIMES],
+    ids=repr,
+)
+def test_what_has_a_wrong_type_is_refused_at_the_door_and_changes_nothing(
+    field: str, wrong: Any, error: type[RequestError], verbs: tuple[int, ...]
+) -> None:
+    cache = build_cache(num_blocks=8, block_size=2)
+    serve(cache, "abcd")
+    before = snapshot(cache)
+
+    for number in verbs:
+        if field == "prompt" and wrong is None:
+            continue
+        with pytest.raises(error):
+            asked(cache, **{field: wrong})[number]()
+        assert snapshot(cache) == before, number
+
+    for act in asked(cache):  # the same with what is right
+        act()
+
+
+@pytest.mark.parametrize("wrong", WRONG_TIMES, ids=repr)
+def test_a_lease_takes_no_time_that_is_none(wrong: Any) -> None:
+    cache = build_cache(num_blocks=8, block_size=2)
+    serve(cache, "abcdef")
+    lease = acquire(cache, "abcdeX", num_slots=8)
+    assert lease is not None
+    before = snapshot(cache)
+
+    for act in (
+        lambda: cache.copied(lease, wrong),
+        lambda: cache.grow(lease, 9, wrong),
+        lambda: cache.prepare_write(lease, 5, wrong),
+        lambda: cache.publish(lease, tokens("abcdeX"), 6, wrong),
+        lambda: cache.fork(lease, wrong),
+        lambda: cache.release(lease, wrong),
+    ):
+        with pytest.raises(RequestError, match="now"):
+            act()
+        assert snapshot(cache) == before
+    cache.release(lease, 0.0)
+    with pytest.raises(RequestError, match="now"):
+        cache.forget(lease, wrong)
+
+
+def test_no_more_is_published_than_was_given_and_has_slots() -> None:
+    cache = build_cache(num_blocks=8, block_size=2)
+    lease = acquire(cache, "abcd")
+    assert lease is not None
+
+    for text, num_computed in (("abcd", 5), ("abcdef", 6)):
+        with pytest.raises(InvariantError, match=f"publish of {num_computed} computed"):
+            cache.publish(lease, tokens(text), num_computed, 0.0)
+    with pytest.raises(InvariantError, match="behind a table of 2 blocks"):
+        cache.prepare_write(lease, 4, 0.0)
+
+    assert cache.publish(lease, tokens("abcdef"), 4, 0.0) == 2
+
+
+def test_token_ids_are_taken_where_tokens_are_meant() -> None:
+    cache = build_cache(num_blocks=8, block_size=2)
+    text = TokenIds(tokens("abcdef"))
+    lease = cache.acquire(NAMESPACE, ALICE, text, Demand(num_slots=6), now=0.0)
+    assert lease is not None
+
+    assert cache.publish(lease, text, 6, 0.0) == 3
+    assert cache.peek(NAMESPACE, ALICE, text).num_tokens == 5
+    assert cache.num_missing_blocks(NAMESPACE, ALICE, text, Demand(num_slots=6)) == 0
+    assert cache.num_public_blocks(NAMESPACE, text) == 0
+
+
+# Occupancy in tokens
+
+
+def test_a_prompt_of_a_block_and_a_token_fills_little_more_than_half_its_slots() -> (
+    None
+):
+    cache = build_cache(num_blocks=16, block_size=16)
+    for number in range(8):
+        assert acquire(cache, chr(65 + number) * 17) is not None
+
+    usage = cache.usage()
+
+    assert (usage.num_active_tokens, usage.num_total_tokens) == (136, 256)
+    assert (usage.num_active_blocks, usage.num_cached_tokens) == (16, 0)
+
+
+def test_tokens_are_counted_by_slots_asked_for_and_once_where_they_are_shared() -> None:
+    cache = build_cache(num_blocks=8, block_size=4)
+    lease = acquire(cache, "abcdef")
+    assert lease is not None
+
+    def active() -> int:
+        return cache.usage().num_active_tokens
+
+    assert active() == 6
+    assert cache.grow(lease, 7, 0.0)
+    assert active() == 7
+    assert cache.grow(lease, 6, 0.0)  # a table never shrinks
+    assert active() == 7
+    cache.publish(lease, tokens("abcdef"), 6, 0.0)
+    twin = cache.fork(lease, 0.0)
+    assert active() == 7
+    assert cache.grow(twin, 8, 0.0)
+    assert active() == 8
+    cache.prepare_write(twin, 7, 0.0)
+    assert active() == 4 + 3 + 4
+    cache.release(twin, 0.0)
+    assert active() == 7
+    cache.release(lease, 0.0)
+    usage = cache.usage()
+    assert (usage.num_active_tokens, usage.num_cached_tokens) == (0, 4)
+
+
+# Watchers
+
+
+def test_a_watcher_hears_each_thing_once_and_pays_for_nothing_else() -> None:
+    heard: list[tuple[object, ...]] = []
+
+    class Curious(LeaseWatcher):
+        def split(self, upper: Node, lower: Node, now: float) -> None:
+            heard.append(("split", upper.num_blocks, lower.num_blocks, now))
+
+        def merged(self, upper: Node, lower: Node, now: float) -> None:
+            heard.append(("merged", lower.num_blocks, now))
+
+        def freed(self, owner: str, num_blocks: int, now: float) -> None:
+            heard.append(("freed", owner, num_blocks, now))
+
+        def trimmed(
+            self, node: Node, block_ids: array[int], reason: DropReason, now: float
+        ) -> None:
+            heard.append(("trimmed", list(block_ids), reason, now))
+
+    cache = build_cache(num_blocks=8, block_size=1)
+    unheard = {
+        event: getattr(cache.residency.audience, event)
+        for event in ("added", "extended", "pinned", "unpinned", "used", "allocated")
+    }
+    cache.watch(Curious())
+    serve(cache, "abcd", now=1.0)
+    serve(cache, "abX", now=2.0)
+    cache.evict(1, 3.0)
+
+    assert heard == [
+        ("freed", "alice", 0, 1.0),
+        ("split", 2, 2, 2.0),
+        ("freed", "alice", 0, 2.0),
+        ("trimmed", [3], DropReason.EVICTED, 3.0),
+    ]
+    assert unheard == {
+        event: getattr(cache.residency.audience, event) for event in unheard
+    }

@@ -17,6 +17,7 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -32,11 +33,14 @@ from hypothesis.stateful import (
 
 from stemkv.core.check import check_cache
 from stemkv.core.prefix.blocks import BlockState
-from stemkv.core.prefix.cache import Peek
+from stemkv.core.prefix.cache import Peek, PrefixCache
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import BlockCopy, Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import DoubleRelease, PromptTooLong
 from tests.core.builders import (
     ALICE,
@@ -46,7 +50,6 @@ from tests.core.builders import (
     OTHER_NAMESPACE,
     ResidentBlock,
     Sink,
-    build_cache,
     resident,
     resident_block,
     snapshot,
@@ -125,15 +128,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = self.case.watched(num_blocks)
-        self.cache = build_cache(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            make_policy=lambda: self.policy,
+        self.cache = self.build(
+            CacheConfig(num_blocks=num_blocks, block_size=block_size)
         )
         self.events = Sink()
         self.cache.subscribe(self.events)
         if public is not None:
             self.declare_public(NAMESPACE, public)
+
+    # What is driven; another pool's machine overrides these
+
+    def build(self, config: CacheConfig) -> Any:
+        return PrefixCache(config, Retention(lambda: self.policy))
+
+    def check(self, leases: list[Any]) -> None:
+        check_cache(self.cache, leases)
+
+    def snapshot(self) -> Any:
+        return snapshot(self.cache)
+
+    def num_public_blocks(self, lease: Lease) -> int:
+        path = lease.node.path() if lease.node else []
+        return sum(node.num_blocks for node in path if node.domain == PUBLIC)
 
     # Requests come
 
@@ -199,28 +215,27 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = tokens(text)
         num_slots = len(text) + num_extra
         num_needed = self.num_blocks_for(num_slots)
-        before = snapshot(self.cache)
+        before = self.snapshot()
 
         def ask() -> Lease | None:
             return self.cache.acquire(
                 namespace,
                 domain,
                 wanted,
-                num_slots=num_slots,
-                num_spare=num_spare,
+                Demand(num_slots=num_slots, num_spare=num_spare),
                 now=self.now,
             )
 
         if num_needed > self.num_blocks:
             with pytest.raises(PromptTooLong):
                 ask()
-            assert snapshot(self.cache) == before
+            assert self.snapshot() == before
             return None
 
         num_whole, num_tail = self.longest(namespace, domain, wanted)
         match = self.cache._match(namespace, domain, wanted)
         peek = self.cache.peek(namespace, domain, wanted)
-        assert snapshot(self.cache) == before, "a question changed something"
+        assert self.snapshot() == before, "a question changed something"
         source: set[int] = set()
         if match.partial is not None:
             source.update(match.partial.node.block_ids[match.partial.index :])
@@ -236,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
         lease = ask()
         assert (lease is not None) in fits
         if lease is None:
-            assert snapshot(self.cache) == before, "a refusal left traces"
+            assert self.snapshot() == before, "a refusal left traces"
             return None
 
         assert lease.num_published_blocks == num_whole
@@ -262,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
             tokens=wanted,
             num_computed=lease.num_matched_tokens,
             num_declared=self.num_declared(namespace, wanted),
-            num_public=num_public_blocks(lease),
+            num_public=self.num_public_blocks(lease),
         )
         self.live.append(live)
         if lease.copy is not None:
@@ -293,13 +308,13 @@ class CacheMachine(RuleBasedStateMachine):
         lease = live.lease
         num_fresh = self.num_blocks_for(live.num_tokens) - len(lease.table)
         num_free = self.cache.pool.num_free
-        before = snapshot(self.cache)
+        before = self.snapshot()
         held = self.active_blocks()
         available = self.num_blocks - len(held)
         fits = num_fresh <= available
         assert self.cache.grow(lease, live.num_tokens, self.now) == fits
         if not fits:
-            assert snapshot(self.cache) == before, "a refusal left traces"
+            assert self.snapshot() == before, "a refusal left traces"
             return
         num_evicted = max(0, max(0, num_fresh) - num_free)
         start = position = live.num_computed
@@ -308,11 +323,11 @@ class CacheMachine(RuleBasedStateMachine):
             num_free = self.cache.pool.num_free
             is_shared = self.num_holders(lease.table[position // self.block_size]) > 1
             available = self.num_blocks - len(self.active_blocks())
-            before = snapshot(self.cache)
+            before = self.snapshot()
             is_ready, copy = self.cache.prepare_write(lease, position, self.now)
             assert is_ready == (not is_shared or available > 0)
             if not (is_ready and is_shared):
-                assert snapshot(self.cache) == before, "nothing had to be done"
+                assert self.snapshot() == before, "nothing had to be done"
             if not is_ready:
                 break
             offset = position % self.block_size
@@ -438,10 +453,10 @@ class CacheMachine(RuleBasedStateMachine):
         live = chosen(self.live, pick)
         self.live.remove(live)
         self.cache.release(live.lease, self.now)
-        before = snapshot(self.cache)
+        before = self.snapshot()
         with pytest.raises(DoubleRelease):
             self.cache.release(live.lease, self.now)
-        assert snapshot(self.cache) == before
+        assert self.snapshot() == before
         self.settle(0)
 
     @precondition(lambda self: self.blocks)
@@ -590,7 +605,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.what_a_resident_block_stands_on_is_resident()
 
     def every_counter_is_true(self) -> None:
-        check_cache(self.cache, [live.lease for live in self.live])
+        self.check([live.lease for live in self.live])
         active = self.active_blocks()
         usage = self.cache.usage()
         assert usage.num_active_blocks == len(active)
@@ -646,7 +661,7 @@ class CacheMachine(RuleBasedStateMachine):
         for live in self.live:
             self.cache.release(live.lease, self.now)
         self.live.clear()
-        check_cache(self.cache, [])
+        self.check([])
         usage = self.cache.usage()
         assert usage.num_active_blocks == 0
         assert usage.num_cached_blocks == len(self.blocks)
@@ -654,16 +669,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.evict(self.num_blocks + 1, self.now) == len(self.blocks)
         assert self.cache.usage().num_free_blocks == self.num_blocks
         assert self.cache.tree.num_nodes == 0
-        check_cache(self.cache, [])
+        self.check([])
 
 
 def chosen(among: list[Live], pick: int) -> Live:
     return among[pick % len(among)]
-
-
-def num_public_blocks(lease: Lease) -> int:
-    path = lease.node.path() if lease.node else []
-    return sum(node.num_blocks for node in path if node.domain == PUBLIC)
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -700,7 +710,13 @@ NEEDS: dict[str, Callable[[CacheMachine], object]] = {
 }
 
 
-def walk(seed: int, *, num_steps: int, case: Case = LRU) -> Watched:
+def walk(
+    seed: int,
+    *,
+    num_steps: int,
+    case: Case = LRU,
+    make_machine: Callable[[Case], CacheMachine] = CacheMachine,
+) -> Watched:
     """Take random steps; return the policy as it is when everything was dropped."""
     rng = random.Random(seed)
 
@@ -722,7 +738,7 @@ def walk(seed: int, *, num_steps: int, case: Case = LRU) -> Watched:
         "publishes": lambda: {n for n in range(8) if rng.random() < 0.6},
         "num_blocks": lambda: rng.randrange(6),
     }
-    machine = CacheMachine(case)
+    machine = make_machine(case)
     machine.create(
         block_size=rng.randrange(1, 5), num_blocks=rng.randrange(4, 32), public=text()
     )
@@ -749,9 +765,15 @@ def test_no_long_random_walk_breaks_the_cache(seed: int) -> None:
         walk(seed * 10 + part, num_steps=1000)
 
 
-def run_machine(*, max_examples: int, num_steps: int, case: Case = LRU) -> None:
+def run_machine(
+    *,
+    max_examples: int,
+    num_steps: int,
+    case: Case = LRU,
+    make_machine: Callable[[Case], CacheMachine] = CacheMachine,
+) -> None:
     run_state_machine_as_test(
-        lambda: CacheMachine(case),
+        lambda: make_machine(case),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=num_steps,

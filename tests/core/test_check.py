@@ -440,7 +440,7 @@ def reuse_the_whole_prompt(office: Office) -> None:
 
 
 def forget_a_running_request(office: Office) -> None:
-    office.scheduler._running.pop()
+    office.scheduler._lives.running.all.pop()
 
 
 def call_a_running_request_waiting(office: Office) -> None:
@@ -448,7 +448,7 @@ def call_a_running_request_waiting(office: Office) -> None:
 
 
 def forget_a_waiting_request(office: Office) -> None:
-    office.scheduler._order.remove(office.waiting)
+    office.scheduler._lives.line.order.remove(office.waiting)
 
 
 def change_the_tokens_of_a_request(office: Office) -> None:

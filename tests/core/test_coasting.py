@@ -32,6 +32,7 @@ from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
 from stemkv.core.retention.policy import ReuseIndex
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -161,7 +162,7 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
 
 def lru_cache(num_blocks: int) -> PrefixCache:
     config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    return PrefixCache(config, Lru)
+    return PrefixCache(config, Retention(Lru))
 
 
 # A cache of so many blocks: the plain one, or one with quotas for instance.
@@ -639,8 +640,11 @@ def quota_cache(num_blocks: int) -> PrefixCache:
     quotas = {Domain.private(name): quota for name, quota in names.items()}
     return PrefixCache(
         config,
-        lambda: ReuseIndex(num_blocks),
-        quotas=QuotaConfig(quotas=quotas, default=Quota(cap_blocks=1)),
+        Retention.of(
+            lambda: ReuseIndex(num_blocks),
+            config,
+            QuotaConfig(quotas=quotas, default=Quota(cap_blocks=1)),
+        ),
     )
 
 
@@ -685,7 +689,7 @@ class Loop:
 
     def __init__(self, *, coasts: bool = True, num_blocks: int, **limits: int) -> None:
         cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Lru
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE), Retention(Lru)
         )
         config = SchedulerConfig(watermark=0.0, **{"max_num_running": 6} | limits)
         self.scheduler = Scheduler(config, cache, Fcfs())
@@ -794,3 +798,17 @@ def test_what_was_kept_for_a_victim_that_coasts_is_for_others(coasts: bool) -> N
     assert num_before == 3
     # Whoever is left uses the whole budget, in the very step of the preemption.
     assert loop.work[-1][0] == 4
+
+
+def test_asking_for_quiet_steps_changes_nothing_even_after_one_has_woken() -> None:
+    loop = Loop(num_blocks=8)
+    loop.add("first", TokenIds.from_ids([1]), 3, at=0.0)
+    loop.add("second", TokenIds.from_ids([2]), 9, at=0.0)
+    loop.step()
+    assert (loop.scheduler.num_coasting, loop.scheduler.num_quiet_steps) == (2, 1)
+    loop.scheduler.cancel("first", 1.0)
+    wakes = list(loop.scheduler._lives.coasting._wakes)
+
+    assert loop.scheduler.num_quiet_steps == 2
+
+    assert loop.scheduler._lives.coasting._wakes == wakes

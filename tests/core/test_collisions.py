@@ -35,6 +35,7 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.events import BlocksPublished
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS
 from stemkv.core.prefix.tree import Node
@@ -94,7 +95,7 @@ class World:
         """Acquire, run the copy, and look whether what was matched is the prompt's."""
         self.now += 1.0
         lease = self.cache.acquire(
-            NAMESPACE, domain, prompt.ids, num_slots=len(prompt), now=self.now
+            NAMESPACE, domain, prompt.ids, Demand(num_slots=len(prompt)), now=self.now
         )
         if lease is None:
             return None

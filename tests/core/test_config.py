@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from stemkv.core import CacheConfig, SchedulerConfig
+from stemkv.core import (
+    CacheConfig,
+    Demand,
+    Lru,
+    PrefixCache,
+    Retention,
+    SchedulerConfig,
+)
 from stemkv.errors import ConfigError
+from tests.core.builders import ALICE, NAMESPACE, tokens
 
 
 def test_the_defaults_are_valid_and_say_what_we_document() -> None:
@@ -132,3 +140,30 @@ def test_settings_are_given_by_name() -> None:
 def test_a_bad_setting_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         CacheConfig(num_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_prompt", "num_output"),
+    [(4, 4, 1), (4, 5, 1), (4, 3, 1), (4, 3, 2), (4, 2, 3), (4, 1, 9), (1, 1, 1)],
+)
+def test_a_size_can_hit_if_asking_twice_hits(
+    block_size: int, num_prompt: int, num_output: int
+) -> None:
+    config = CacheConfig(num_blocks=8, block_size=block_size)
+    cache = PrefixCache(config, Retention(Lru))
+    prompt, output = "abcdefgh"[:num_prompt], "ABCDEFGHIJ"[:num_output]
+    text = tokens(prompt + output[:-1])
+    lease = cache.acquire(
+        NAMESPACE,
+        ALICE,
+        tokens(prompt),
+        Demand(num_slots=len(prompt + output)),
+        now=0.0,
+    )
+    assert lease is not None
+    cache.publish(lease, text, len(prompt + output) - 1, 0.0)
+    cache.release(lease, 0.0)
+
+    hits = cache.peek(NAMESPACE, ALICE, tokens(prompt)).num_tokens > 0
+
+    assert config.can_hit(num_prompt, num_output) == hits

@@ -16,9 +16,11 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.hints import HintDigits
 from stemkv.core.retention.policy import Lru, ReuseIndex
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import RequestError
 from tests.core.builders import ALICE, BOB, NAMESPACE, tokens
 
@@ -65,12 +67,12 @@ def test_a_message_about_a_hint_is_never_longer_than_it_need_be() -> None:
 
 
 def test_a_position_behind_any_prompt_makes_nothing_ephemeral() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=9, block_size=2), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=9, block_size=2), Retention(Lru))
     lease = cache.acquire(
         NAMESPACE,
         ALICE,
         tokens("abcdef"),
-        num_slots=6,
+        Demand(num_slots=6),
         hints=Hints(ephemeral_from=10**30, session="s" * 256),
         now=0.0,
     )
@@ -168,7 +170,9 @@ def test_a_hint_changes_nothing_of_what_is_found_while_memory_lasts(
     acts: list[tuple[Domain, str, Hints]],
 ) -> None:
     config = CacheConfig(num_blocks=150, block_size=2)
-    hinted, plain = (PrefixCache(config, lambda: ReuseIndex(150)) for _ in range(2))
+    hinted, plain = (
+        PrefixCache(config, Retention(lambda: ReuseIndex(150))) for _ in range(2)
+    )
     for now, (domain, text, hints) in enumerate(acts):
         found = []
         for cache, said in ((hinted, hints), (plain, NO_HINTS)):
@@ -176,7 +180,7 @@ def test_a_hint_changes_nothing_of_what_is_found_while_memory_lasts(
                 NAMESPACE,
                 domain,
                 tokens(text),
-                num_slots=len(text),
+                Demand(num_slots=len(text)),
                 hints=said,
                 now=float(now),
             )
@@ -200,14 +204,14 @@ def test_a_hint_of_one_tenant_is_told_apart_from_anothers_by_the_policy() -> Non
             told.append(hint)
             super().used(node_id, hint=hint, tick=tick, now=now)
 
-    cache = PrefixCache(CacheConfig(num_blocks=20, block_size=1), Listening)
+    cache = PrefixCache(CacheConfig(num_blocks=20, block_size=1), Retention(Listening))
     for owner in ("one", "two", "one"):
         for seconds in (None, 1.0):
             lease = cache.acquire(
                 NAMESPACE,
                 ALICE,
                 tokens("abc"),
-                num_slots=3,
+                Demand(num_slots=3),
                 owner=owner,
                 hints=Hints(next_use_s=seconds),
                 now=0.0,
@@ -233,7 +237,7 @@ def hit_rates(*, honest: str, other: str, seed: int = 0) -> tuple[float, float]:
     num_blocks = 300
     cache = PrefixCache(
         CacheConfig(num_blocks=num_blocks, block_size=1),
-        lambda: ReuseIndex(num_blocks),
+        Retention(lambda: ReuseIndex(num_blocks)),
     )
     names = {"honest": honest, "other": other}
     hits, asked = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -253,7 +257,7 @@ def hit_rates(*, honest: str, other: str, seed: int = 0) -> tuple[float, float]:
             NAMESPACE,
             Domain.private("both"),
             prompt,
-            num_slots=5,
+            Demand(num_slots=5),
             owner=name,
             hints=hints,
             now=now,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.books.history import History, Past, PastRun
+from stemkv.core.books.history import History
+from stemkv.core.books.past import Past, PastRun
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, tokens
 
@@ -136,11 +137,28 @@ def questions(draw: st.DrawFn, block_size: int) -> Question:
 
 
 def note(history: History, act: Act, now: float) -> None:
-    what = act.namespace, act.domain, tokens(act.text), act.start, act.stop
+    what = act.namespace, act.domain, act.text, act.start, act.stop
     if act.verb == "comes":
-        history.published(*what)
+        history.leave(history.published(*what[:2], tokens(act.text), *what[3:]))
     else:
-        history.left(*what, now, is_refused=act.verb == "is refused")
+        leave(history, *what, now, is_refused=act.verb == "is refused")
+
+
+def leave(
+    history: History,
+    namespace: bytes,
+    domain: Domain,
+    text: str,
+    start: int,
+    stop: int,
+    now: float,
+    *,
+    is_refused: bool = False,
+) -> None:
+    """Blocks that came, at the latest just now, leave."""
+    place = history.published(namespace, domain, tokens(text), start, stop)
+    history.left(place, start, now, is_refused=is_refused)
+    history.leave(place)
 
 
 def spelled_out(runs: list[PastRun]) -> list[Past]:
@@ -207,10 +225,13 @@ def check_nodes(history: History) -> None:
         assert length
         assert {len(gone) for gone in node.gone.values()} <= {length}
         assert {len(seen) for seen in node.seen.values()} <= {length}
-        assert node.gone or node.children, "what nobody has is not kept"
+        assert node.gone or node.children or node.num_places, (
+            "what nobody has is not kept"
+        )
         num_marks += length * len(node.gone)
         assert node.parent is not None
-        assert node.parent.children[node.edge[: history._block_bytes]] is node
+        assert node.parent.children[bytes(node.edge[: history._block_bytes])] is node
+        assert node.start == node.parent.stop == node.stop - length
     assert history.num_blocks == num_blocks
     assert history.num_marks == num_marks
 
@@ -254,7 +275,7 @@ def test_a_prefix_that_grows_block_by_block_stays_one_node() -> None:
 def test_a_block_that_came_back_has_not_left() -> None:
     history = History(1)
     history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2)
-    history.left(NAMESPACE, ALICE, tokens("ab"), 0, 2, 2.0)
+    leave(history, NAMESPACE, ALICE, "ab", 0, 2, 2.0)
     history.published(NAMESPACE, ALICE, tokens("ab"), 0, 1)
 
     assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [
@@ -266,15 +287,15 @@ def test_a_block_that_came_back_has_not_left() -> None:
 def test_what_was_refused_is_told_until_it_comes_back_or_leaves_otherwise() -> None:
     history = History(1)
     history.published(NAMESPACE, ALICE, tokens("abc"), 0, 3)
-    history.left(NAMESPACE, ALICE, tokens("abc"), 1, 3, 2.0, is_refused=True)
+    leave(history, NAMESPACE, ALICE, "abc", 1, 3, 2.0, is_refused=True)
     history.published(NAMESPACE, ALICE, tokens("ab"), 1, 2)
 
     assert history.past(NAMESPACE, ALICE, tokens("abc"), 0, 3) == [
         PastRun(2, Past(left_s=math.inf)),
         PastRun(1, Past(is_refused=True)),
     ]
-    history.left(NAMESPACE, ALICE, tokens("ab"), 1, 2, 5.0)
-    history.left(NAMESPACE, PUBLIC, tokens("abc"), 2, 3, -7.0)
+    leave(history, NAMESPACE, ALICE, "ab", 1, 2, 5.0)
+    leave(history, NAMESPACE, PUBLIC, "abc", 2, 3, -7.0)
     assert history.past(NAMESPACE, ALICE, tokens("abc"), 1, 3) == [
         PastRun(1, Past(left_s=5.0)),
         PastRun(1, Past(left_s=-7.0)),

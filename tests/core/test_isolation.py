@@ -32,8 +32,10 @@ from stemkv.core import (
 from stemkv.core.check import check_cache, check_scheduler
 from stemkv.core.prefix.cache import DomainUsage
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished, BlocksRetired
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import RequestError
 from tests.core.builders import (
     ALICE,
@@ -111,7 +113,7 @@ class Stage:
         ids = tokens(act.text)
         peek = self.cache.peek(namespace, domain, ids)
         lease = self.cache.acquire(
-            namespace, domain, ids, num_slots=len(act.text), now=act.now
+            namespace, domain, ids, Demand(num_slots=len(act.text)), now=act.now
         )
         if lease is None:
             return  # no room
@@ -294,7 +296,7 @@ class Arrival:
 
 def run_scheduler(arrivals: list[Arrival]) -> dict[str, list[object]]:
     """Everything that reaches a tenant, with the step at which it does."""
-    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=3), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=200, block_size=3), Retention(Lru))
     config = SchedulerConfig(token_budget=4000, max_num_running=1000, watermark=0.0)
     scheduler = Scheduler(config, cache, Fcfs())
     runner = FakeRunner(scheduler)

@@ -17,6 +17,7 @@ from stemkv.core.books.entry import MissReason, Regret
 from stemkv.core.books.ledger import PUBLIC_ACCOUNT, Ledger
 from stemkv.core.prefix.events import BlocksRefused
 from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, Span
 from stemkv.core.schedule.events import RequestForked, RequestPreempted
 from stemkv.errors import InvariantError
@@ -299,7 +300,7 @@ def test_a_prompt_that_ends_in_a_span_ends_before_it() -> None:
 
     assert scheduler.cache.tree.num_blocks == 4, "all of it is there"
     assert plan.chunks[0].start == 2
-    ledger = scheduler.cache.ledger
+    ledger = scheduler._lives.journal.ledger
     assert ledger is not None
     entry = ledger.entry("again")
     assert entry is not None
@@ -518,11 +519,12 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
         num_blocks=length,
         is_pinned=True,
         since_s=0.0,
-        hits={(4 * start, hit_end): 1} if hit_length else {},
         active_block_s=float(length),
         retained_block_s=2.0 * length,
         num_evicted_blocks=num_evicted,
     )
+    if hit_length:
+        whole.hit(4 * start, hit_end)
     before = whole.copy()
     part = whole.split_off(4 * cut)
 
@@ -543,7 +545,7 @@ def test_the_parts_of_an_account_are_the_whole_and_lie_where_they_say(
     assert sum(evicted) == num_evicted
     assert not num_evicted or part.end == before.end or evicted[0] == 0
 
-    part.add(whole)
+    part.join(whole)
     assert (part.start, part.end) == (before.start, before.end)
     assert part.hit_tokens == before.hit_tokens
     assert part.num_evicted_blocks == num_evicted
@@ -669,7 +671,9 @@ def test_a_stall_names_who_held_the_memory() -> None:
 
     stalls = driver.ledger.stalls
     assert stalls.num_stalls == 1
-    assert stalls.by_account == {"alice": 3}
+    accounts = driver.ledger.accounts(driver.now)
+    blamed = {name: a.stalling_blocks for name, a in accounts.items()}
+    assert blamed == {"alice": 3, "bob": 0}
     assert (stalls.active_blocks, stalls.shared_blocks, stalls.cached_blocks) == (
         3,
         2,
@@ -697,14 +701,20 @@ def test_blocks_are_missing_exactly_when_an_acquire_fails(num_spare: int) -> Non
     driver = BookedDriver(num_blocks=7)
     serve(driver, "first", SEVENTEEN)  # four blocks cached
     cache, domain, asked = driver.cache, Domain.private("a"), tokens(SEVENTEEN).buffer
-    cache.acquire(None, domain, asked[:8], num_slots=8, now=driver.now)  # two of three
+    cache.acquire(
+        None, domain, asked[:8], Demand(num_slots=8), now=driver.now
+    )  # two of three
 
     # Five blocks, of which four are there, but held by nobody: only one is to spare.
     num_missing = cache.num_missing_blocks(
-        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare
+        NAMESPACE, domain, asked, Demand(num_slots=17, num_spare=num_spare)
     )
     lease = cache.acquire(
-        NAMESPACE, domain, asked, num_slots=17, num_spare=num_spare, now=driver.now
+        NAMESPACE,
+        domain,
+        asked,
+        Demand(num_slots=17, num_spare=num_spare),
+        now=driver.now,
     )
     assert num_missing == num_spare
     assert (lease is None) == (num_missing > 0)
@@ -859,19 +869,20 @@ def test_a_ledger_that_does_not_add_up_says_so() -> None:
     driver = BookedDriver()
     serve(driver, "first", NINE)
     serve(driver, "again", NINE)
+    totals = driver.ledger._totals
     for name in (
-        "_num_prompt",
-        "_num_reused",
-        "_num_computed",
-        "_num_credited",
-        "_saved_s",
-        "_credited_s",
+        "num_prompt",
+        "num_reused",
+        "num_computed",
+        "num_credited",
+        "saved_s",
+        "credited_s",
     ):
-        value = getattr(driver.ledger, name)
-        setattr(driver.ledger, name, value + 1)
+        value = getattr(totals, name)
+        setattr(totals, name, value + 1)
         with pytest.raises(InvariantError, match="does not add up"):
             driver.check_books()
-        setattr(driver.ledger, name, value)
+        setattr(totals, name, value)
     driver.finish()
 
 

@@ -39,6 +39,7 @@ from stemkv.core import (
 from stemkv.core.books.cost import StepShape
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import RequestPreempted
 from stemkv.core.schedule.order.keys import by_cached
 from stemkv.core.schedule.order.queue import RequestQueue
@@ -92,8 +93,8 @@ class Load:
         self.ledger = Ledger(BLOCK, self.costs)
         cache = PrefixCache(
             CacheConfig(num_blocks=self.num_blocks, block_size=BLOCK),
-            Lru,
-            ledger=self.ledger,
+            Retention(Lru),
+            watchers=(self.ledger,),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -104,10 +105,13 @@ class Load:
             cache,
             self.order.make(self.costs),
             costs=self.costs,
+            ledger=self.ledger,
         )
         self.now = 0.0
         self.numbers = count()
-        self.leaves_idle = False  # the last step, a place and tokens that somebody wants
+        self.leaves_idle = (
+            False  # the last step, a place and tokens that somebody wants
+        )
         self.num_preempted = 0
 
     def add(
@@ -397,7 +401,7 @@ def test_everybody_ends_under_arrivals_aborts_and_memory_pressure(
         if live and chance.random() < 0.1:
             load.scheduler.cancel(RequestId(chance.choice(live)), load.now)
         if load.scheduler.has_work:
-            oldest = load.scheduler._running[0] if load.scheduler._running else None
+            oldest = next(iter(load.scheduler._lives.running.all), None)
             plan = load.step()
             assert plan.chunks or not load.scheduler.has_work
             check_scheduler(load.scheduler)
@@ -640,7 +644,7 @@ def test_followers_go_on_by_themselves_when_their_leader_ends(
         load.step()  # 448 of its 490 tokens
     # The rest of it leaves room in the step, so the other one is looked at, and held.
     plan = scheduler.schedule(load.now)
-    assert list(scheduler._holds) == [follower]
+    assert list(scheduler._lives.followers.holds) == [follower]
 
     if end == "failed":
         scheduler.abandon(plan, load.now)
@@ -649,7 +653,7 @@ def test_followers_go_on_by_themselves_when_their_leader_ends(
             scheduler.cancel(RequestId(leader), load.now)
         samples = {RequestId(leader): (Sample(7),)}
         scheduler.commit(plan, StepResult(samples), load.now)
-    assert not scheduler._holds
+    assert not scheduler._lives.followers.holds
     load.run()
 
     ended = {entry.request_id: entry.finish_reason for entry in load.entries}
@@ -712,7 +716,10 @@ def test_admission_leaves_what_is_to_stay_retained() -> None:
         )
         load = Load(config_of("fcfs"), num_blocks=30)
         load.scheduler = Scheduler(
-            config, load.scheduler.cache, config_of("fcfs").make(COSTS)
+            config,
+            load.scheduler.cache,
+            config_of("fcfs").make(COSTS),
+            ledger=load.ledger,
         )
         author = Author(19)
         load.add(author.new(14 * BLOCK))
@@ -875,6 +882,6 @@ def test_deadlines_need_limits_and_costs() -> None:
 
 
 def test_a_limit_of_time_needs_costs() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=4), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=4), Retention(Lru))
     with pytest.raises(ConfigError, match="step_time_s needs a cost model"):
         Scheduler(SchedulerConfig(step_time_s=0.1), cache, OrderConfig().make())

@@ -18,10 +18,12 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import BlocksEvicted
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policy import Lru
 from stemkv.core.retention.quota import Quota, QuotaConfig, Quotas
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import ConfigError, InvariantError, PromptTooLong
 from tests.core.builders import (
     ALICE,
@@ -55,11 +57,14 @@ def build(
     domains = {"alice": ALICE, "bob": BOB, "crew": CREW, "dave": DAVE}
     return PrefixCache(
         CacheConfig(num_blocks=num_blocks, block_size=block_size),
-        Lru,
-        quotas=QuotaConfig(
-            quotas={domains[name]: quota for name, quota in quotas.items()},
-            default=Quota() if default is None else default,
-            public_blocks=public_blocks,
+        Retention.of(
+            Lru,
+            CacheConfig(num_blocks=num_blocks, block_size=block_size),
+            QuotaConfig(
+                quotas={domains[name]: quota for name, quota in quotas.items()},
+                default=Quota() if default is None else default,
+                public_blocks=public_blocks,
+            ),
         ),
     )
 
@@ -265,7 +270,7 @@ def test_a_domain_that_comes_and_goes_leaves_no_pile_behind() -> None:
 def test_a_check_finds_counts_that_are_not_those_of_the_tree() -> None:
     cache = build(10, alice=floor(2), bob=Quota(cap_blocks=3))
     serve(cache, "abc")
-    quotas = cache._retention.quotas
+    quotas = cache.keeper.quotas
     assert quotas is not None
     check_cache(cache, [])
     damages: list[tuple[Callable[[], object], str]] = [
@@ -373,8 +378,7 @@ def test_who_spares_its_floor_waits_for_others_instead() -> None:
             NAMESPACE,
             ALICE,
             tokens(text),
-            num_slots=len(text),
-            spares_floor=spares_floor,
+            Demand(num_slots=len(text), spares_floor=spares_floor),
             now=1.0,
         )
 
@@ -407,7 +411,7 @@ def test_the_last_block_given_may_part_a_span_whose_head_goes_with_it() -> None:
     """Nobody could match the head, and it would stand in the way of equal prompts."""
     cache = build(30, alice=floor(8))
     prompt = Prompt("abcd", span("cat", 16))
-    lease = cache.acquire(NAMESPACE, ALICE, prompt.ids, num_slots=20, now=0.0)
+    lease = cache.acquire(NAMESPACE, ALICE, prompt.ids, Demand(num_slots=20), now=0.0)
     assert lease is not None
     cache.publish(lease, prompt.ids, 20, 0.0)
     cache.release(lease, 0.0)

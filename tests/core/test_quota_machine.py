@@ -31,6 +31,7 @@ from stemkv.core.check import check_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, TokenIds
 from stemkv.core.prefix.tree import PrefixTree
@@ -72,6 +73,7 @@ class Live:
     lease: Lease
     tokens: bytes
     num_computed: int
+    hints: Hints
 
     @property
     def num_tokens(self) -> int:
@@ -219,7 +221,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.publish(live)
         with self.act_of(live.lease.domain):
             twin = self.cache.fork(live.lease, self.now)
-        self.live.append(Live(twin, live.tokens, live.num_computed))
+        self.live.append(Live(twin, live.tokens, live.num_computed, live.hints))
         self.check()
 
     @precondition(lambda self: self.live)
@@ -308,9 +310,9 @@ class QuotaMachine(RuleBasedStateMachine):
                 namespace,
                 domain,
                 wanted,
-                num_slots=num_slots,
-                num_spare=num_spare,
-                spares_floor=spares_floor,
+                Demand(
+                    num_slots=num_slots, num_spare=num_spare, spares_floor=spares_floor
+                ),
                 hints=hints,
                 now=self.now,
             )
@@ -326,9 +328,7 @@ class QuotaMachine(RuleBasedStateMachine):
             namespace,
             domain,
             wanted,
-            num_slots=num_slots,
-            num_spare=num_spare,
-            spares_floor=spares_floor,
+            Demand(num_slots=num_slots, num_spare=num_spare, spares_floor=spares_floor),
         )
         assert picture(self.cache) == before, "a question changed something"
         own = self.retained()[domain]
@@ -351,7 +351,7 @@ class QuotaMachine(RuleBasedStateMachine):
         # A source that there is no room for is not copied.
         assert lease.num_matched_tokens <= peek.num_tokens
         assert lease.num_published_blocks == peek.num_whole_blocks
-        live = Live(lease, wanted, lease.num_matched_tokens)
+        live = Live(lease, wanted, lease.num_matched_tokens, hints)
         self.live.append(live)
         self.check()
         return live
@@ -402,8 +402,8 @@ class QuotaMachine(RuleBasedStateMachine):
                     continue
                 assert node.ref_count or node.children, "unsound KV can be matched"
                 break
-        if lease.hints.ends_session and lease.hints.session is not None:
-            self.end_session(lease.domain, lease.hints.session)
+        if live.hints.ends_session and live.hints.session is not None:
+            self.end_session(lease.domain, live.hints.session)
 
     def tokens(self, text: str) -> TokenIds:
         return tokens(text if self.has_spans else text.lower())

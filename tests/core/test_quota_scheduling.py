@@ -31,9 +31,11 @@ from stemkv.core import (
 from stemkv.core.books.entry import MissReason
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.hints import NO_HINTS, Hints
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     RequestAborted,
     RequestFinished,
@@ -118,7 +120,7 @@ class QuotaDriver(BookedDriver):
         """What is retained at the end can all be had again, by whoever may."""
         promised = self.cache.available_to(CREW) - self.cache.pool.num_free
         assert self.cache.evict(promised, self._tick(), domain=CREW) >= promised
-        kept = {order.namespace for order in self.cache._keeps}
+        kept = {order.namespace for order in self.cache.residency.standing._keeps}
         for namespace in sorted({*self.cache.tree.roots(), *kept}):
             self.cache.retire(namespace, self._tick())
         super().check_baseline()
@@ -126,7 +128,7 @@ class QuotaDriver(BookedDriver):
 
     def check_nothing_is_left(self) -> None:
         """No mark outlives its node."""
-        retention = self.cache._retention
+        retention = self.cache.keeper
         assert not retention._session_of
         assert not retention._nodes_of
         assert not retention._ephemeral
@@ -134,7 +136,7 @@ class QuotaDriver(BookedDriver):
         assert not retention._kept_until
         assert not retention._awaited
         assert not retention._stock_of
-        assert not self.cache._keeps
+        assert not self.cache.residency.standing._keeps
 
 
 def quotas_of(rng: random.Random, num_blocks: int) -> QuotaConfig:
@@ -458,7 +460,9 @@ def beside(seed: int, others: str, policy: str) -> tuple[list[int], list[int]]:
     quotas = QuotaConfig(
         quotas={X: Quota(floor_blocks=floor_blocks, cap_blocks=floor_blocks)}
     )
-    cache = PrefixCache(config, EvictionConfig(name=policy).make(config), quotas=quotas)
+    cache = PrefixCache(
+        config, Retention.of(EvictionConfig(name=policy).make(config), config, quotas)
+    )
     hits: list[int] = []
     losses: list[int] = []
 
@@ -474,7 +478,7 @@ def beside(seed: int, others: str, policy: str) -> tuple[list[int], list[int]]:
             NAMESPACE,
             domain,
             tokens(text).buffer,
-            num_slots=len(text),
+            Demand(num_slots=len(text)),
             hints=hints,
             now=now,
         )
@@ -534,7 +538,7 @@ class Flood:
         rng = random.Random(7)
         config = CacheConfig(num_blocks=num_blocks, block_size=4)
         quotas = QuotaConfig(quotas={X: Quota(floor_blocks=floor_blocks)})
-        self.cache = PrefixCache(config, Lru, quotas=quotas)
+        self.cache = PrefixCache(config, Retention.of(Lru, config, quotas))
         self.scheduler = Scheduler(
             SchedulerConfig(token_budget=256, max_num_running=32), self.cache, Fcfs()
         )

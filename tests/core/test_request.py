@@ -144,29 +144,16 @@ def test_tokens_are_the_prompt_followed_by_the_output() -> None:
     assert request.spec.prompt == tokens("abc")  # the prompt itself is never touched
 
 
-def test_a_request_prefills_until_only_its_newest_output_lacks_kv() -> None:
+def test_what_remains_is_what_lacks_kv() -> None:
     request = build_request("abc")
-    assert (request.num_remaining, request.is_prefilling) == (3, True)
-
-    request.num_computed = 2
-    # The last prompt token is part of the prefill, though it is a single one.
-    assert (request.num_remaining, request.is_prefilling) == (1, True)
+    assert request.num_remaining == 3
 
     request.num_computed = 3
     request.append(0)
-    assert (request.num_remaining, request.is_prefilling) == (1, False)
+    assert request.num_remaining == 1
 
-
-def test_a_request_that_lost_its_blocks_prefills_again() -> None:
-    request = build_request("abc")
-    request.append(0)
-    request.append(0)
-
-    request.num_computed = 0
-    assert (request.num_remaining, request.is_prefilling) == (5, True)
-
-    request.num_computed = 4
-    assert (request.num_remaining, request.is_prefilling) == (1, False)
+    request.num_computed = 0  # as after a preemption
+    assert request.num_remaining == 4
 
 
 @pytest.mark.parametrize("max_new_tokens, num_slots", [(1, 3), (2, 4), (10, 12)])

@@ -22,6 +22,7 @@ from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.lookahead import Waiting
@@ -79,7 +80,12 @@ def hold(
 ) -> Lease:
     """Acquire, compute and publish a text; the lease stays alive."""
     lease = cache.acquire(
-        namespace, domain, tokens(text), num_slots=len(text), hints=hints, now=now
+        namespace,
+        domain,
+        tokens(text),
+        Demand(num_slots=len(text)),
+        hints=hints,
+        now=now,
     )
     assert lease is not None, "the test's cache is too small"
     cache.copied(lease, now)
@@ -304,7 +310,7 @@ def test_the_first_to_go_is_of_an_ended_session_if_any_is(
             hints = NO_HINTS if session is None else Hints(session=session)
             # Room is made block by block, so that every victim is looked at.
             while cache.num_missing_blocks(
-                NAMESPACE, domain, tokens(text), num_slots=len(text)
+                NAMESPACE, domain, tokens(text), Demand(num_slots=len(text))
             ) or cache.pool.num_free < len(text):
                 evict_one(cache, users, float(now))
             serve(cache, text, domain=domain, hints=hints, now=float(now))
@@ -470,7 +476,7 @@ def test_a_domain_over_its_cap_looks_at_the_queue_as_well() -> None:
 
 
 def test_the_queue_is_asked_only_when_something_has_to_go() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=6, block_size=1), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=6, block_size=1), Retention(Lru))
     asked = []
 
     def waiting(now: float) -> list[Waiting]:
@@ -491,7 +497,7 @@ def test_a_long_queue_costs_little_for_each_leaf() -> None:
     """Calls per block that goes, beside a queue of requests that hit nothing here."""
 
     def cost(num_waiting: int) -> int:
-        cache = PrefixCache(CacheConfig(num_blocks=400, block_size=1), Lru)
+        cache = PrefixCache(CacheConfig(num_blocks=400, block_size=1), Retention(Lru))
         for number in range(100):
             serve_many = chr(1000 + number) * 3
             serve(cache, serve_many)
@@ -575,7 +581,7 @@ def test_a_session_ends_with_the_request_that_ends_it(
     driver.add("last", "abca", hints=last, max_new_tokens=6, num_samples=num_samples)
     for _ in range(3):
         driver.step()
-    retention = cache._retention
+    retention = cache.keeper
     assert not retention._ended, "it is still under way"
     if end == "cancelled":
         for request in driver.scheduler.requests():
@@ -595,7 +601,7 @@ def test_an_end_that_a_request_brings_is_its_own_domains() -> None:
     last = Hints(session="chat", ends_session=True)
     driver.serve("b", "abc", tenant="b", hints=last, max_new_tokens=1)
 
-    domains = {cache.tree.node(each).domain.name for each in cache._retention._ended}
+    domains = {cache.tree.node(each).domain.name for each in cache.keeper._ended}
 
     assert domains == {"b"}
     driver.finish()
@@ -677,7 +683,9 @@ def test_what_forks_add_is_used_once_like_what_they_share() -> None:
 def test_the_source_of_a_copy_was_used_by_another() -> None:
     cache = build(block_size=4)
     first = hold(cache, "abcdefgh", hints=ONCE)
-    second = cache.acquire(NAMESPACE, ALICE, tokens("abcdefXY"), num_slots=8, now=1.0)
+    second = cache.acquire(
+        NAMESPACE, ALICE, tokens("abcdefXY"), Demand(num_slots=8), now=1.0
+    )
     assert second is not None
     assert second.copy is not None
     cache.release(first, 2.0)
@@ -724,7 +732,7 @@ def test_what_is_retained_never_ends_where_it_could_not_be_matched() -> None:
     prompt = Prompt("ab", span("cat", 10), "cdefgh")
     for hints in (Hints(ephemeral_from=4), NO_HINTS):
         lease = cache.acquire(
-            NAMESPACE, ALICE, prompt.ids, num_slots=18, hints=hints, now=0.0
+            NAMESPACE, ALICE, prompt.ids, Demand(num_slots=18), hints=hints, now=0.0
         )
         assert lease is not None
         cache.publish(lease, prompt.ids, 18, 0.0)
@@ -1011,7 +1019,7 @@ def test_every_block_is_kept_as_long_as_the_longest_order_says(
             orders[domain, text] = now + seconds
         else:
             now += seconds
-        kept = cache._retention._kept_until
+        kept = cache.keeper._kept_until
         for node in cache.tree.nodes():
             spelled = b"".join(step.edge for step in node.path())
             times = [
@@ -1032,9 +1040,11 @@ def test_parts_of_a_cut_edge_keep_what_was_said_of_the_whole() -> None:
     cache = build()
     keep(cache, "abcdef", 50.0)
     lease = hold(cache, "abcdef", hints=Hints(session="chat", ephemeral_from=0))
-    other = cache.acquire(NAMESPACE, ALICE, tokens("abc?"), num_slots=4, now=1.0)
+    other = cache.acquire(
+        NAMESPACE, ALICE, tokens("abc?"), Demand(num_slots=4), now=1.0
+    )
     assert other is not None
-    retention = cache._retention
+    retention = cache.keeper
     upper, lower = other.node, lease.node
     assert upper is not None
     assert lower is not None
@@ -1080,7 +1090,7 @@ def test_what_ended_is_not_joined_with_what_is_used_again() -> None:
     cache.end_session(ALICE, "chat", 1.0)
     # It ends before it has published anything, so nothing branches off at the cut.
     lease = cache.acquire(
-        NAMESPACE, ALICE, tokens("ab?"), num_slots=3, hints=CHAT, now=2.0
+        NAMESPACE, ALICE, tokens("ab?"), Demand(num_slots=3), hints=CHAT, now=2.0
     )
     assert lease is not None
     cache.release(lease, 2.0)
@@ -1134,7 +1144,7 @@ def test_marks_and_policies_forget_what_is_gone(policy: str, quotas: bool) -> No
 
     cache.retire(NAMESPACE, 1_000.0)
 
-    retention = cache._retention
+    retention = cache.keeper
     for marks in (
         retention._session_of,
         retention._nodes_of,
@@ -1143,8 +1153,8 @@ def test_marks_and_policies_forget_what_is_gone(policy: str, quotas: bool) -> No
         retention._kept_until,
         retention._awaited,
         retention._stock_of,
-        cache._keeps,
-        cache._key_spaces,
+        cache.residency.standing._keeps,
+        cache.residency._keys._spaces,
     ):
         assert not marks
     for stock in (retention._common, *retention._stocks.values()):
@@ -1233,7 +1243,7 @@ def test_damage_to_the_marks_is_found(
 ) -> None:
     cache = build(quotas=QuotaConfig())
     serve(cache, "abc", hints=CHAT)
-    retention = cache._retention
+    retention = cache.keeper
     check_retention(retention, cache.tree)
 
     damage(retention)

@@ -892,26 +892,26 @@ def test_a_start_position_counts_against_the_context() -> None:
 
 
 def miscount_an_epoch(driver: Driver) -> None:
-    driver.scheduler._num_by_epoch[0] += 1
+    driver.scheduler._lives.epochs._num_by_epoch[0] += 1
 
 
 def keep_an_empty_epoch(driver: Driver) -> None:
-    driver.scheduler._num_by_epoch[5] = 0
+    driver.scheduler._lives.epochs._num_by_epoch[5] = 0
 
 
 def miscount_the_samples(driver: Driver) -> None:
-    driver.scheduler._num_in_flight[RequestId("r")] += 1
+    driver.scheduler._lives._by_root[RequestId("r")].clear()
 
 
 def lift_what_was_not_set_up(driver: Driver) -> None:
-    driver.scheduler._open_epoch = 9
+    driver.scheduler._lives.epochs.opened = 9
 
 
 def change_an_epoch(driver: Driver, epoch: int) -> None:
     request = driver.requests["r"]
-    driver.scheduler._leave_epoch(request)
+    driver.scheduler._lives.epochs.leave(request)
     request.epoch = epoch
-    driver.scheduler._enter_epoch(request)
+    driver.scheduler._lives.epochs.enter(request)
 
 
 def run_before_the_fence_is_lifted(driver: Driver) -> None:
@@ -925,7 +925,7 @@ def be_of_an_epoch_to_come(driver: Driver) -> None:
 
 def lift_too_early(driver: Driver) -> None:
     driver.fence()
-    driver.scheduler._open_epoch = 1
+    driver.scheduler._lives.epochs.opened = 1
 
 
 def cut_off_without_retiring(driver: Driver) -> None:

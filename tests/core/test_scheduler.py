@@ -5,8 +5,11 @@ Every `Driver.step` also checks plan, cache and virtual KV; see `scheduling.py`.
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +29,8 @@ from stemkv.core import (
 )
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksPublished
+from stemkv.core.prefix.room import Demand
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     PrefixAwaited,
@@ -36,7 +41,7 @@ from stemkv.core.schedule.events import (
     RequestPreempted,
     TokenSampled,
 )
-from stemkv.core.schedule.request import RequestState, TokenCounts
+from stemkv.core.schedule.request import RequestId, RequestState, TokenCounts
 from stemkv.errors import (
     DuplicateRequest,
     EmptyPrompt,
@@ -504,9 +509,9 @@ def test_publishing_for_the_public_domain_itself_comes_to_an_end() -> None:
             assert self.num_published < 10, "the same blocks are published for ever"
             super().published(node_id, **how)
 
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Impatient)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Retention(Impatient))
     text = tokens(LONG).buffer
-    lease = cache.acquire(NAMESPACE, PUBLIC, text, num_slots=20, now=0.0)
+    lease = cache.acquire(NAMESPACE, PUBLIC, text, Demand(num_slots=20), now=0.0)
     assert lease is not None
 
     cache.publish(lease, text, 20, 0.0)
@@ -1063,7 +1068,7 @@ def test_an_abandoned_decode_leaves_no_half_written_block() -> None:
     driver.step()
     plan = driver.schedule()
     assert len(plan.copies) == 1
-    driver.runner.execute(plan, num_chunks=1)
+    driver.runner.fail(plan, 1)
 
     driver.abandon(plan)
 
@@ -1532,6 +1537,7 @@ def test_a_failed_admission_changes_nothing() -> None:
         usage,
         num_free_blocks=usage.num_free_blocks - 1,
         num_active_blocks=usage.num_active_blocks + 1,
+        num_active_tokens=usage.num_active_tokens + 1,
         peak_active_blocks=usage.peak_active_blocks + 1,
     )
     driver.finish()
@@ -1607,15 +1613,178 @@ def test_a_plan_is_committed_or_abandoned_once(verb: str) -> None:
     driver.finish()
 
 
-@pytest.mark.parametrize("num_given", [0, 2])
-def test_a_result_with_the_wrong_number_of_samples_is_refused(num_given: int) -> None:
+@pytest.mark.parametrize(
+    ("samples", "failed", "message"),
+    [
+        ({"a": (Sample(1),)}, (), "needs 1 samples of request b, got 0"),
+        ({"a": (Sample(1),), "b": (Sample(1),) * 2}, (), "request b, got 2"),
+        ({"a": (Sample(1),), "b": (Sample(1),), "c": ()}, (), "no chunk of c"),
+        ({"a": (Sample(1),), "b": (Sample(1),)}, ("c",), "no chunk of c"),
+        ({"a": (Sample(1),), "b": (7,)}, (), "not a Sample, got 7"),
+        ({"a": (Sample(1),), "b": (Sample(2**31),)}, (), "not an int32 token id"),
+        ({"a": (Sample(1),), "b": (Sample(1.0),)}, (), "not an int32 token id"),
+        ({"a": (Sample(1),), "b": (Sample(1, "stop"),)}, (), "stop must be a Finish"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["commit", "abandon"])
+def test_a_result_that_does_not_fit_changes_nothing(
+    samples: dict[RequestId, Any],
+    failed: tuple[RequestId, ...],
+    message: str,
+    verb: str,
+) -> None:
     driver = Driver()
-    request = driver.add("r", "abc")
+    driver.add("a", "abc")
+    driver.add("b", "cba")
     plan = driver.schedule()
-    result = StepResult({request.request_id: (Sample(1),) * num_given})
+    before = driver.cache.usage(), driver.describe()
 
-    with pytest.raises(InvariantError, match=f"needs 1 samples .* got {num_given}"):
-        driver.scheduler.commit(plan, result, driver.now)
+    with pytest.raises(InvariantError, match=message):
+        driver.scheduler.commit(
+            plan, StepResult(samples, frozenset(failed)), driver.now
+        )
+
+    assert driver.scheduler.pending is plan
+    assert (driver.cache.usage(), driver.describe()) == before
+    assert driver.scheduler.take_events()[-1] == RequestAdmitted(
+        now=plan.now,
+        request_id=RequestId("b"),
+        num_cached_tokens=0,
+        num_copied_tokens=0,
+        is_resumed=False,
+    )
+    if verb == "commit":
+        driver.execute_and_commit(plan)
+    else:
+        driver.abandon(plan)
+    driver.finish()
+
+
+def test_another_plan_of_the_same_number_is_not_the_pending_one() -> None:
+    driver = Driver()
+    driver.add("r", "abc")
+    plan = driver.schedule()
+
+    with pytest.raises(InvariantError, match="not the pending one"):
+        driver.scheduler.commit(replace(plan), driver.runner.execute(plan), driver.now)
+
+
+def test_only_a_request_whose_chunk_failed_is_aborted() -> None:
+    driver = Driver(block_size=2)
+    driver.add("guilty", LONG, max_new_tokens=9)
+    driver.add("other", "abcd", max_new_tokens=3)
+    driver.step()
+    plan = driver.schedule()
+
+    driver.commit(plan, driver.runner.execute(plan, failed=["guilty"]))
+
+    assert driver.reasons() == {"guilty": FinishReason.FAILED}
+    assert driver.num_findable(LONG) == 0
+    driver.finish()
+    assert driver.reason("other") is FinishReason.LENGTH
+
+
+def test_a_failed_chunk_takes_nothing_from_those_who_share_its_prefix() -> None:
+    driver = Driver(block_size=2, token_budget=64)
+    driver.add("first", LONG, max_new_tokens=9)
+    driver.step()
+    driver.add("guilty", LONG + "ab", max_new_tokens=9)
+    plan = driver.schedule()
+    assert {chunk.request_id for chunk in plan.chunks} == {"first", "guilty"}
+    driver.cancel("guilty")
+
+    driver.commit(plan, driver.runner.execute(plan, failed=["guilty"]))
+
+    assert driver.reasons() == {"guilty": FinishReason.CANCELLED}
+    assert driver.num_findable(LONG) == len(LONG)
+    driver.finish()
+
+
+def test_one_token_that_a_preemption_left_to_compute_is_no_decode() -> None:
+    # Blocks of one token: all that the younger one computed is published, and found.
+    driver = Driver(block_size=1, num_blocks=9)
+    driver.add("old", "ab", max_new_tokens=4)
+    driver.add("young", "ba", max_new_tokens=4)
+    driver.run_until(RequestPreempted)
+    plan = driver.run_until(RequestAdmitted)
+
+    admitted = of_type(driver.events, RequestAdmitted)[-1]
+    assert (admitted.request_id, admitted.is_resumed) == ("young", True)
+    (chunk,) = (c for c in plan.chunks if c.request_id == "young")
+    assert chunk.num_tokens == 1
+    assert not chunk.is_decode
+    assert driver.plans[1].chunks[0].is_decode
+    driver.finish()
+
+
+BAD_TIMES = [math.nan, math.inf, "1", None, True, -1.0]
+
+
+@pytest.mark.parametrize("bad", BAD_TIMES)
+@pytest.mark.parametrize(
+    "verb", ["schedule", "commit", "abandon", "cancel", "restart", "retire"]
+)
+def test_a_time_that_is_none_or_goes_back_is_refused_and_changes_nothing(
+    verb: str, bad: Any
+) -> None:
+    driver = Driver()
+    request_id = driver.add("r", "abc").request_id
+    driver.step()
+    scheduler, plan = driver.scheduler, None
+    if verb in ("commit", "abandon"):
+        plan = driver.schedule()
+    before = driver.describe(), driver.cache.usage()
+    calls: dict[str, Callable[[], object]] = {
+        "schedule": lambda: scheduler.schedule(bad),
+        "commit": lambda: scheduler.commit(plan, driver.runner.execute(plan), bad),  # type: ignore[arg-type]
+        "abandon": lambda: scheduler.abandon(plan, bad),  # type: ignore[arg-type]
+        "cancel": lambda: scheduler.cancel(request_id, bad),
+        "restart": lambda: scheduler.restart(request_id, NAMESPACE, None, bad),
+        "retire": lambda: scheduler.retire(NAMESPACE, bad),
+    }
+
+    with pytest.raises(RequestError, match="now must") as refusal:
+        calls[verb]()
+
+    assert refusal.value.field == "now"
+    assert scheduler.pending is plan
+    assert (driver.describe(), driver.cache.usage()) == before
+    if plan is not None:
+        driver.execute_and_commit(plan)
+    driver.finish()
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda s: s.add("hello"), "spec"),
+        (lambda s: s.check(None), "spec"),
+        (lambda s: s.cancel("r", 9.0, reason="tired"), "reason"),
+        (lambda s: s.restart("nobody", NAMESPACE, None, 9.0), "request_id"),
+        (lambda s: s.restart("r", "text", None, 9.0), "namespace"),
+        (lambda s: s.restart("r", NAMESPACE, None, 9.0, domain="a"), "domain"),
+        (lambda s: s.cut_off("nobody"), "request_id"),
+        (lambda s: s.retire("text", 9.0), "namespace"),
+        (lambda s: s.lift_fence("1"), "epoch"),
+        (lambda s: s.skip(1.5), "num_steps"),
+        (lambda s: s.coast("r", bytearray(4)), "tokens"),
+        (lambda s: s.coast("r", bytes(5)), "tokens"),
+    ],
+)
+def test_wrong_types_are_refused_at_the_door(
+    call: Callable[[Any], object], field: str
+) -> None:
+    driver = Driver()
+    driver.add("r", "abc")
+    driver.step()
+    before = driver.describe(), driver.cache.usage()
+
+    with pytest.raises(RequestError) as refusal:
+        call(driver.scheduler)
+
+    assert refusal.value.field == field
+    assert (driver.describe(), driver.cache.usage()) == before
+    driver.finish()
 
 
 def test_steps_are_numbered_and_carry_their_time() -> None:
@@ -1667,7 +1836,9 @@ def test_the_events_of_one_request_in_order() -> None:
     driver.run()
 
     first, second, third = [ord(c) - ord("a") for c in generate_alone(LONG[:6], 3)]
-    mine = Domain.private("a")
+    published = partial(
+        BlocksPublished, namespace=NAMESPACE, domain=Domain.private("a")
+    )
     assert driver.events == [
         RequestAdmitted(
             now=2.0,
@@ -1676,10 +1847,10 @@ def test_the_events_of_one_request_in_order() -> None:
             num_copied_tokens=0,
             is_resumed=False,
         ),
-        BlocksPublished(now=3.0, namespace=NAMESPACE, domain=mine, num_blocks=1),
+        published(now=3.0, block_ids=(0,), start=0, parent_block_id=None),
         TokenSampled(now=3.0, request_id="r", token=first, index=0),
         TokenSampled(now=5.0, request_id="r", token=second, index=1),
-        BlocksPublished(now=7.0, namespace=NAMESPACE, domain=mine, num_blocks=1),
+        published(now=7.0, block_ids=(1,), start=1, parent_block_id=0),
         TokenSampled(now=7.0, request_id="r", token=third, index=2),
         RequestFinished(
             now=7.0,

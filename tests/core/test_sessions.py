@@ -25,6 +25,7 @@ from stemkv.core import (
 )
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import ConfigError
 from tests.core.scheduling import NAMESPACE
@@ -38,7 +39,9 @@ class Service:
     def __init__(
         self, sessions: SessionConfig, *, num_blocks: int = 40, order: str = "fair"
     ) -> None:
-        cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK), Lru)
+        cache = PrefixCache(
+            CacheConfig(num_blocks=num_blocks, block_size=BLOCK), Retention(Lru)
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(token_budget=64, max_num_running=8),
             cache,

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stemkv.core import PrefixCache, TokenIds
 from stemkv.core.check import check_cache
 from stemkv.core.prefix.cache import Peek
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import (
     MIN_SPAN_TOKENS,
@@ -348,7 +349,7 @@ def take(
         NAMESPACE,
         domain,  # type: ignore[arg-type]
         prompt.ids,
-        num_slots=len(prompt),
+        Demand(num_slots=len(prompt)),
         now=now,
     )
     assert lease is not None, "the test's cache is too small"
@@ -494,7 +495,9 @@ def test_what_ends_in_the_first_positions_of_a_span_waits_for_more(
 ) -> None:
     cache = build_cache(num_blocks=60, block_size=block_size)
     prompt = Prompt("ttttt", span("cat", 30), "a")
-    lease = cache.acquire(NAMESPACE, ALICE, prompt.ids, num_slots=len(prompt), now=0.0)
+    lease = cache.acquire(
+        NAMESPACE, ALICE, prompt.ids, Demand(num_slots=len(prompt)), now=0.0
+    )
     assert lease is not None
 
     for num_computed in range(len(prompt) + 1):
@@ -515,7 +518,9 @@ def test_nobody_takes_over_a_block_before_enough_of_a_span_agrees(
     cache = build_cache(num_blocks=60, block_size=4)
     prompt = Prompt("tt", span("cat", 18), span("dog", 18), "ab")
     first, second = (
-        cache.acquire(NAMESPACE, ALICE, prompt.ids, num_slots=len(prompt), now=0.0)
+        cache.acquire(
+            NAMESPACE, ALICE, prompt.ids, Demand(num_slots=len(prompt)), now=0.0
+        )
         for _ in range(2)
     )
     assert first is not None

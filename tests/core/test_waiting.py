@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 )
 
 from stemkv.core import CacheConfig, Domain, Lease, Lru, PrefixCache, RequestId
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TOKEN_BYTES
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.errors import InvariantError
 from tests.core.scheduling import NAMESPACE, tokens
@@ -32,14 +34,20 @@ TEXTS = st.text("ab", min_size=1, max_size=12) | st.sampled_from(
 TENANTS = ("x", "y")
 
 
+def watching(cache: PrefixCache) -> WaitingMatches:
+    matches = WaitingMatches(cache.tree)
+    cache.watch(matches)
+    return matches
+
+
 class WaitingMachine(RuleBasedStateMachine):
     """A cache in use, and requests that wait beside it."""
 
     @initialize(block_size=st.integers(1, 3), num_blocks=st.integers(8, 24))
     def build(self, block_size: int, num_blocks: int) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
-        self.cache = PrefixCache(config, Lru)
-        self.matches = self.cache.keep_matches()
+        self.cache = PrefixCache(config, Retention(Lru))
+        self.matches = watching(self.cache)
         self.waiting: dict[RequestId, tuple[bytes, Domain, bytes]] = {}
         self.leases: list[tuple[Lease, bytes]] = []
         self.counts: dict[RequestId, tuple[int, int]] = {}
@@ -82,7 +90,7 @@ class WaitingMachine(RuleBasedStateMachine):
             namespace,
             Domain.private(tenant),
             buffer,
-            num_slots=num_tokens,
+            Demand(num_slots=num_tokens),
             now=self.now,
         )
         if lease is not None:
@@ -161,13 +169,15 @@ def test_many_more_random_walks() -> None:
 
 
 def build(num_blocks: int = 64, block_size: int = 2) -> PrefixCache:
-    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru)
+    return PrefixCache(
+        CacheConfig(num_blocks=num_blocks, block_size=block_size), Retention(Lru)
+    )
 
 
 def publish(cache: PrefixCache, text: str, *, tenant: str = "x") -> Lease:
     buffer = tokens(text).buffer
     lease = cache.acquire(
-        NAMESPACE, Domain.private(tenant), buffer, num_slots=len(text), now=0.0
+        NAMESPACE, Domain.private(tenant), buffer, Demand(num_slots=len(text)), now=0.0
     )
     assert lease is not None
     cache.copied(lease, 0.0)
@@ -181,7 +191,7 @@ def follow(matches: WaitingMatches, name: str, text: str, *, tenant: str = "x") 
 
 def test_no_event_matches_a_waiting_request_again() -> None:
     cache = build(num_blocks=400)
-    matches = cache.keep_matches()
+    matches = watching(cache)
     publish(cache, "ab")  # before the first block of a namespace there is no root
     chance = random.Random(1)
     for index in range(100):
@@ -200,7 +210,7 @@ def test_no_event_matches_a_waiting_request_again() -> None:
 
 def test_only_those_who_want_a_block_move_when_it_is_published() -> None:
     cache = build()
-    matches = cache.keep_matches()
+    matches = watching(cache)
     publish(cache, "ab")
     follow(matches, "wants", "abcdx")
     follow(matches, "differs", "abddx")
@@ -214,7 +224,7 @@ def test_only_those_who_want_a_block_move_when_it_is_published() -> None:
 
 def test_only_those_who_match_a_block_move_when_it_is_evicted() -> None:
     cache = build()
-    matches = cache.keep_matches()
+    matches = watching(cache)
     cache.release(publish(cache, "abcd"), 1.0)
     follow(matches, "deep", "abcdx")
     follow(matches, "shallow", "abddx")
@@ -227,7 +237,7 @@ def test_only_those_who_match_a_block_move_when_it_is_evicted() -> None:
 
 def test_what_is_public_is_counted_apart() -> None:
     cache = build()
-    matches = cache.keep_matches()
+    matches = watching(cache)
     cache.declare_public(NAMESPACE, tokens("ab"))
     publish(cache, "abcd")
     follow(matches, "own", "abcdx")
@@ -241,7 +251,7 @@ def test_a_block_that_is_published_again_after_it_was_declared_public_is_followe
     None
 ):
     cache = build()
-    matches = cache.keep_matches()
+    matches = watching(cache)
     first = publish(cache, "abcdef")  # private, and held
     cache.declare_public(NAMESPACE, tokens("abcd"))
     publish(cache, "abcd", tenant="y")
@@ -256,7 +266,7 @@ def test_a_block_that_is_published_again_after_it_was_declared_public_is_followe
 
 
 def test_a_request_cannot_wait_twice() -> None:
-    matches = build().keep_matches()
+    matches = watching(build())
     follow(matches, "r", "abc")
 
     with pytest.raises(InvariantError, match="waits already"):
@@ -265,7 +275,7 @@ def test_a_request_cannot_wait_twice() -> None:
 
 def test_a_request_that_shares_with_nobody_matches_nothing() -> None:
     cache = build()
-    matches = cache.keep_matches()
+    matches = watching(cache)
     matches.add(RequestId("r"), None, Domain.private("x"), tokens("abc").buffer)
 
     publish(cache, "ab")

@@ -7,14 +7,19 @@ at the whole queue, and asks for every single block whether another one had to g
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node
-from stemkv.core.retention.lookahead import Waiting
+from stemkv.core.prefix.watcher import Watcher
+from stemkv.core.retention.policy.base import EvictionPolicy
+from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.retention.retention import Retention
 
 __all__ = ["WatchedCache"]
 
@@ -25,24 +30,28 @@ Rank = tuple[int, float]
 class WatchedCache(PrefixCache):
     """Checks the order in which tail blocks of leaves go: tiers first, then places."""
 
-    def __init__(self, *args: Any, has_spans: bool = False, **kw: Any) -> None:
-        super().__init__(*args, **kw)
+    def __init__(
+        self,
+        config: CacheConfig,
+        make_policy: Callable[[], EvictionPolicy],
+        *,
+        quotas: QuotaConfig | None = None,
+        has_spans: bool = False,
+    ) -> None:
+        super().__init__(config, Retention.of(make_policy, config, quotas))
         # A cut never parts a span's first positions, so it may take blocks too early.
         self._is_exact = not has_spans
         self.went: Counter[int] = Counter()  # blocks evicted, by rank
+        self.watch(_Objector(self))
 
     def num_gone(self, tier: str) -> int:
         """How many blocks were evicted from a tier."""
         return self.went[("ended", "ordinary", "awaited", "kept").index(tier)]
 
-    def _drop(self, node: Node, num_blocks: int, now: float, reason: DropReason) -> int:
-        if reason is DropReason.EVICTED:
-            self._check_turn(node, num_blocks, now)
-        return super()._drop(node, num_blocks, now, reason)
-
-    def _check_turn(self, node: Node, num_blocks: int, now: float) -> None:
-        queue = [] if self._queue is None else list(self._queue(now))
-        has_quotas = self._retention.quotas is not None
+    def check_turn(self, node: Node, num_kept: int, now: float) -> None:
+        waiting = self.keeper._queue
+        queue = [] if waiting is None else list(waiting(now))
+        has_quotas = self.keeper.quotas is not None
         others = [
             self._rank(leaf, leaf.num_blocks - 1, queue, now)
             for leaf in self.tree.nodes()
@@ -50,8 +59,7 @@ class WatchedCache(PrefixCache):
             if leaf.domain == node.domain or not has_quotas
         ]
         first = min(others, default=None)
-        keep = max(0, node.num_blocks - num_blocks)
-        for index in reversed(range(keep, node.num_blocks)):
+        for index in reversed(range(num_kept, node.num_blocks)):
             rank = self._rank(node, index, queue, now)
             self.went[rank[0]] += 1
             if self._is_exact and first is not None:
@@ -59,7 +67,7 @@ class WatchedCache(PrefixCache):
 
     def _rank(self, node: Node, index: int, queue: list[Waiting], now: float) -> Rank:
         """Where a block stands; smaller goes first, equal ones as the policy says."""
-        retention = self._retention
+        retention = self.keeper
         until = retention._kept_until.get(node.id)
         if until is not None and until > now:
             return _KEPT, until
@@ -79,3 +87,14 @@ class WatchedCache(PrefixCache):
         spelled = b"".join(step.edge for step in node.path()[:-1])
         spelled += node.edge[: (index + 1) * self.config.block_size * TOKEN_BYTES]
         return waiting.tokens[:-TOKEN_BYTES].startswith(spelled)
+
+
+class _Objector(Watcher):
+    def __init__(self, cache: WatchedCache) -> None:
+        self._cache = cache
+
+    def trimming(
+        self, node: Node, num_kept: int, reason: DropReason, now: float
+    ) -> None:
+        if reason is DropReason.EVICTED:
+            self._cache.check_turn(node, num_kept, now)

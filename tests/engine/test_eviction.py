@@ -181,7 +181,7 @@ def test_quotas_in_bytes_become_whole_blocks_of_domains() -> None:
         ),
     )
 
-    quotas = engine.cache._retention.quotas
+    quotas = engine.cache.keeper.quotas
     assert quotas is not None
     assert quotas.config.quotas == {
         Domain.private("dave"): Quota(floor_blocks=2, weight=2.0),
@@ -228,7 +228,7 @@ def test_a_member_of_a_group_with_private_requests_can_have_a_quota() -> None:
 
     engine, _ = build(sharing=sharing, quotas=MemoryQuotas(tenants={"ann": quota}))
 
-    assert engine.cache._retention.quotas is not None
+    assert engine.cache.keeper.quotas is not None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from stemkv.core.prefix.tokens import Span, TokenIds, end_outside_span
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.policy import Lru
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.order import Fcfs
 from stemkv.core.schedule.orders import OrderConfig
@@ -258,7 +259,7 @@ def test_steps_are_plans_with_what_came_of_them() -> None:
 
 
 def test_a_plan_s_digest_tells_block_tables_apart() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Lru)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4), Retention(Lru))
     scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
     for name in ("a", "b"):
         scheduler.add(
@@ -308,7 +309,7 @@ class MostRecent(Lru):
 
 def after_evicting(policy: type[Lru]) -> tuple[str, tuple[PlanRecord, CoreState]]:
     """The records of a core in which two of four cached blocks were evicted."""
-    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), policy)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=1), Retention(policy))
     scheduler = Scheduler(SchedulerConfig(), cache, Fcfs())
     for index in range(4):
         scheduler.add(

@@ -623,9 +623,7 @@ def run_on_cost(
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         samples = {}
         for chunk in plan.chunks:
-            request = scheduler.request(chunk.request_id)
-            assert request is not None
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
             samples[chunk.request_id] = (Sample(plan.step % 50),) * chunk.num_samples
         now += cost.step_seconds(shape)
         for event in scheduler.commit(plan, StepResult(samples), now):

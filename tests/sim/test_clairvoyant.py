@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention import policy as eviction
 from stemkv.core.retention.policy import EvictionPolicy
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import InvariantError
 from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.clairvoyant import Clairvoyant
@@ -246,9 +248,13 @@ def test_it_serves_a_trace_once() -> None:
 
 def test_it_refuses_a_driver_that_does_not_say_which_request_runs() -> None:
     policy = Clairvoyant(find_reuses(trace("x"), SharingRule()))
-    cache = PrefixCache(CacheConfig(num_blocks=4, block_size=1), lambda: policy)
+    cache = PrefixCache(
+        CacheConfig(num_blocks=4, block_size=1), Retention(lambda: policy)
+    )
     tokens = TokenIds.from_ids([1, 2]).buffer
-    lease = cache.acquire(bytes(32), Domain.private("a"), tokens, num_slots=2, now=0.0)
+    lease = cache.acquire(
+        bytes(32), Domain.private("a"), tokens, Demand(num_slots=2), now=0.0
+    )
     assert lease is not None
 
     with pytest.raises(InvariantError, match="timed replay"):

@@ -32,6 +32,7 @@ from stemkv.core import (
 from stemkv.core.books.cost import FittedCost, StepShape
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     RequestAdmitted,
     RequestFinished,
@@ -149,7 +150,9 @@ class NaiveDriver:
             block_bytes = config.block_size * COSTS.bytes_per_token
             quotas = config.quotas.in_blocks(config.sharing, block_bytes)
         make_policy = config.policy().make(config.cache(), COSTS)
-        cache = PrefixCache(config.cache(), make_policy, quotas=quotas)
+        cache = PrefixCache(
+            config.cache(), Retention.of(make_policy, config.cache(), quotas)
+        )
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         scheduler = Scheduler(
@@ -171,9 +174,7 @@ class NaiveDriver:
         plan = replica.plan = replica.scheduler.schedule(now)
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            request = replica.scheduler.request(chunk.request_id)
-            assert request is not None
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         seconds = COSTS.step_seconds(shape)
         replica.ends_s = now + seconds
         replica.busy_s += seconds
@@ -513,7 +514,7 @@ def _entry(loop: _Loop, name: str, change: float) -> None:
 
 
 def _account(loop: _Loop, name: str, change: float) -> None:
-    account = loop._replicas[0].ledger._account("x", 0.0)
+    account = loop._replicas[0].ledger._accounts.of("x", 0.0)
     setattr(account, name, getattr(account, name) + change)
 
 
@@ -532,11 +533,13 @@ TAMPERS: dict[str, Tamper] = {
     "retained": lambda loop: _account(loop, "retained_block_s", 1.0),
     "stall of a tenant": lambda loop: _account(loop, "stall_s", 1.0),
     "evicted by the cache": lambda loop: setattr(
-        loop._replicas[0].cache,
-        "_num_evicted",
-        loop._replicas[0].cache._num_evicted + 1,
+        loop._replicas[0].cache.residency,
+        "num_evicted",
+        loop._replicas[0].cache.residency.num_evicted + 1,
     ),
-    "credited": lambda loop: setattr(loop._replicas[0].ledger, "_num_credited", 0),
+    "credited": lambda loop: setattr(
+        loop._replicas[0].ledger._totals, "num_credited", 0
+    ),
     "a prefix": lambda loop: [
         node.accounts.clear() for node in loop._replicas[0].ledger._history._nodes()
     ],

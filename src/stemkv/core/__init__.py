@@ -10,14 +10,18 @@ from stemkv.core.books.ledger import Ledger
 from stemkv.core.prefix.cache import CacheUsage, Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import Hints
+from stemkv.core.prefix.holds import BlockHolds
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.identity import PUBLIC, UNKNOWN, ComputeIdentity, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.sharing import Sharing, SharingPolicy
 from stemkv.core.prefix.table import BlockCopy, BlockTable, Lease
 from stemkv.core.prefix.tokens import Span, TokenIds
+from stemkv.core.prefix.watcher import Watcher
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.order import Fair, Fcfs, Order
 from stemkv.core.schedule.orders import OrderConfig
@@ -29,12 +33,14 @@ __all__ = [
     "PUBLIC",
     "UNKNOWN",
     "BlockCopy",
+    "BlockHolds",
     "BlockTable",
     "CacheConfig",
     "CacheUsage",
     "Chunk",
     "ComputeIdentity",
     "CostModel",
+    "Demand",
     "Domain",
     "EvictionConfig",
     "EvictionPolicy",
@@ -58,6 +64,7 @@ __all__ = [
     "Request",
     "RequestId",
     "RequestSpec",
+    "Retention",
     "ReuseIndex",
     "RooflineCost",
     "Sample",
@@ -69,4 +76,5 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenIds",
+    "Watcher",
 ]

@@ -9,22 +9,24 @@ of `docs/invariants.md`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from stemkv.core.prefix.blocks import BlockPool, BlockState
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.prefix.holds import BlockHolds
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node, PrefixTree
 from stemkv.core.retention.quota import Quotas
 from stemkv.core.retention.retention import Retention
-from stemkv.core.schedule.request import Request, RequestState
+from stemkv.core.schedule.request import Request, RequestId, RequestState
 from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.errors import InvariantError
 
 __all__ = [
     "check_cache",
+    "check_holds",
     "check_pool",
     "check_quotas",
     "check_retention",
@@ -165,7 +167,8 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     block_size = cache.config.block_size
     check_pool(cache.pool)
     check_tree(cache.tree, block_size)
-    check_retention(cache._retention, cache.tree)
+    if isinstance(cache.keeper, Retention):
+        check_retention(cache.keeper, cache.tree)
     _check_public(cache)
     in_tree: Counter[int] = Counter()
     for node in cache.tree.nodes():
@@ -206,9 +209,33 @@ def check_cache(cache: PrefixCache, leases: Iterable[Lease]) -> None:
     _require(usage.peak_active_blocks >= usage.num_active_blocks, "peak is too low")
 
 
+def check_holds(holds: BlockHolds, held: Set[int]) -> None:
+    """Tree and retention agree with what another pool says is held: `held` (I4, I8)."""
+    tree = holds.tree
+    check_tree(tree, tree.block_size)
+    if isinstance(holds.residency.keeper, Retention):
+        check_retention(holds.residency.keeper, tree)
+    node_of = {each: node for node in tree.nodes() for each in node.block_ids}
+    _equal("blocks in nodes", sum(n.num_blocks for n in tree.nodes()), len(node_of))
+    _equal("nodes of blocks", holds._node_of, node_of)
+    _equal("held blocks", holds._held, set(held) & set(node_of))
+    needed = {
+        step.id: step for block_id in holds._held for step in node_of[block_id].path()
+    }
+    _equal("pinned nodes", {n.id for n in tree.nodes() if n.ref_count}, set(needed))
+    for node in needed.values():
+        is_last = not any(
+            child.id in needed for kind in node.children.values() for child in kind
+        )
+        _require(
+            not is_last or node.block_ids[-1] in holds._held,
+            f"node {node.id} pins a tail that nobody holds",
+        )
+
+
 def check_scheduler(scheduler: Scheduler) -> None:
     """Requests, leases, order, fences and cache agree (I7, I9, I19)."""
-    requests = scheduler.requests()
+    requests, lives = scheduler.requests(), scheduler._lives
     running = [r for r in requests if r.state is RequestState.RUNNING]
     waiting = [r for r in requests if r.state is not RequestState.RUNNING]
     _equal("running requests", scheduler.num_running, len(running))
@@ -244,8 +271,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     stepping = sorted(
         (r for r in running if not r.is_coasting), key=lambda r: r.order_key
     )
-    _equal("requests that coast", len(scheduler._coasts), len(coasting))
-    _require(stepping == scheduler._stepping, "who steps is not who does not coast")
+    _equal("requests that coast", scheduler.num_coasting, len(coasting))
+    _require(stepping == lives.running.stepping, "who steps is not who does not coast")
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)
@@ -255,7 +282,8 @@ def _check_queue(
     scheduler: Scheduler, waiting: list[Request], running: list[Request]
 ) -> None:
     """What waits is known to order, index and backlog; holds have live leaders."""
-    matches, service = scheduler._matches, scheduler.service
+    lives, service = scheduler._lives, scheduler.service
+    matches = lives.line.matches
     matches.check()
     _equal("requests whose matches are kept", len(matches), len(waiting))
     pending = set(matches.take_moved())
@@ -270,7 +298,7 @@ def _check_queue(
                 matches.num_blocks(request.request_id) * size,
             )
     unfinished = {r.request_id: r for r in running if r.is_unfinished}
-    _require(unfinished == scheduler._unfinished, "unfinished prefills are not known")
+    _require(unfinished == lives.running.prefills, "unfinished prefills are not known")
     queued = [*waiting, *unfinished.values()]
     if not pending:
         backlog = sum(r.num_tokens - r.num_ready for r in queued)
@@ -285,7 +313,12 @@ def _check_queue(
         sum(s.num_queued for s in service.tenants.values()),
         len(queued),
     )
-    for request_id, hold in scheduler._holds.items():
+    _equal(
+        "in flight of tenants",
+        sum(s.num_in_flight for s in service.tenants.values()),
+        len(waiting) + len(running),
+    )
+    for request_id, hold in lives.followers.holds.items():
         _require(
             hold.leader.request_id in unfinished,
             f"{request_id} is held for {hold.leader.request_id}, whose prefill is over",
@@ -322,15 +355,14 @@ def _check_marks(retention: Retention, nodes: Mapping[int, Node]) -> None:
 
 def _check_public(cache: PrefixCache) -> None:
     """No more is public than was budgeted (I37)."""
-    quotas = cache._retention.quotas
-    if quotas is None:
+    budget = cache.keeper.public_budget
+    if budget is None:
         return
     num_public = sum(
         node.num_blocks
         for node in cache.tree.nodes()
         if node.domain == PUBLIC and not node.root().is_retired
     )
-    budget = quotas.config.public_blocks
     _require(num_public <= budget, f"{num_public} blocks are public, budget {budget}")
 
 
@@ -387,11 +419,12 @@ def _check_fence(request: Request, lease: Lease) -> None:
 
 def _check_epochs(scheduler: Scheduler) -> None:
     """Requests are counted by epoch, and only those of the open one run."""
-    open_epoch, num_fences = scheduler._open_epoch, scheduler._num_fences
+    lives = scheduler._lives
+    open_epoch, num_fences = lives.epochs.opened, lives.epochs.num_fences
     _require(open_epoch <= num_fences, "a fence is lifted that was not set up")
     requests = scheduler.requests()
     by_epoch = Counter(request.epoch for request in requests)
-    _equal("requests by epoch", scheduler._num_by_epoch, dict(by_epoch))
+    _equal("requests by epoch", lives.epochs._num_by_epoch, dict(by_epoch))
     for request in requests:
         _require(
             open_epoch <= request.epoch <= num_fences,
@@ -402,8 +435,10 @@ def _check_epochs(scheduler: Scheduler) -> None:
             request.epoch == open_epoch or request.state is RequestState.WAITING,
             f"{request.request_id} started before its fence was lifted",
         )
-    roots = Counter(request.spec.request_id for request in requests)
-    _equal("samples in flight by id", scheduler._num_in_flight, dict(roots))
+    roots: dict[RequestId, dict[RequestId, Request]] = {}
+    for request in requests:
+        roots.setdefault(request.spec.request_id, {})[request.request_id] = request
+    _equal("samples in flight by id", lives._by_root, roots)
 
 
 def _equal(what: str, actual: object, expected: object) -> None:

@@ -29,6 +29,7 @@ from stemkv.core.prefix.identities import Identities, LoadedAdapter
 from stemkv.core.prefix.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.plan import StepPlan
 from stemkv.core.schedule.request import FinishReason, RequestId, RequestSpec
@@ -953,12 +954,15 @@ class Engine:
             return recorder.make_core(settings, ledger=self.ledger)
         cache = PrefixCache(
             settings.cache,
-            settings.make_policy,
-            quotas=settings.quotas,
-            ledger=self.ledger,
+            Retention.of(settings.make_policy, settings.cache, settings.quotas),
+            watchers=() if self.ledger is None else (self.ledger,),
         )
         scheduler = Scheduler(
-            settings.scheduler, cache, settings.make_order(), costs=settings.costs
+            settings.scheduler,
+            cache,
+            settings.make_order(),
+            costs=settings.costs,
+            ledger=self.ledger,
         )
         return cache, scheduler
 

@@ -17,6 +17,7 @@ from stemkv.core.books.ledger import Ledger
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.plan import StepPlan, StepResult
 from stemkv.core.schedule.request import FinishReason, Request, RequestId, RequestSpec
@@ -90,7 +91,7 @@ class StepRecorder:
         except (OSError, ValueError) as error:
             self._give_up(error)
         cache = _RecordedCache(settings, self, ledger=ledger)
-        return cache, _RecordedScheduler(settings, cache, self)
+        return cache, _RecordedScheduler(settings, cache, self, ledger=ledger)
 
     def write(self, call: Call) -> None:
         """Append a call, unless it is part of one that is written as a whole."""
@@ -141,9 +142,8 @@ class _RecordedCache(PrefixCache):
     ) -> None:
         super().__init__(
             settings.cache,
-            settings.make_policy,
-            quotas=settings.quotas,
-            ledger=ledger,
+            Retention.of(settings.make_policy, settings.cache, settings.quotas),
+            watchers=() if ledger is None else (ledger,),
         )
         self._recorder = recorder
 
@@ -191,9 +191,15 @@ class _RecordedScheduler(Scheduler):
         settings: CoreSettings,
         cache: PrefixCache,
         recorder: StepRecorder,
+        *,
+        ledger: Ledger | None,
     ) -> None:
         super().__init__(
-            settings.scheduler, cache, settings.make_order(), costs=settings.costs
+            settings.scheduler,
+            cache,
+            settings.make_order(),
+            costs=settings.costs,
+            ledger=ledger,
         )
         self._recorder = recorder
 
@@ -267,7 +273,12 @@ class _RecordedScheduler(Scheduler):
         with self._recorder.nested():  # as above
             events = super().commit(plan, result, now)
         self._recorder.write(
-            Committed(now=now, samples=result.samples, state=CoreState.of(self))
+            Committed(
+                now=now,
+                samples=result.samples,
+                state=CoreState.of(self),
+                failed=result.failed,
+            )
         )
         return events
 

@@ -285,6 +285,7 @@ class Committed:
     now: float
     samples: Mapping[RequestId, tuple[Sample, ...]]
     state: CoreState
+    failed: frozenset[RequestId] = frozenset()  # whose chunks could not be computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,18 +423,22 @@ class _Form:
 
     make: Callable[..., Any]
     codecs: dict[str, _Codec]
+    seldom: frozenset[str] = frozenset()  # fields that are left out where empty
 
     def encode(self, value: Any) -> dict[str, Any]:
-        return {n: c.encode(getattr(value, n)) for n, c in self.codecs.items()}
+        document = {n: c.encode(getattr(value, n)) for n, c in self.codecs.items()}
+        return {n: v for n, v in document.items() if v or n not in self.seldom}
 
     def decode(self, document: Any) -> Any:
         if not isinstance(document, dict):
             raise _BadField("", f"must be an object, got {document!r:.60}")
-        for name in sorted(document.keys() ^ self.codecs.keys()):
+        for name in sorted((document.keys() ^ self.codecs.keys()) - self.seldom):
             problem = "missing" if name in self.codecs else f"not a field of {_SCHEMA}"
             raise _BadField(name, problem)
         values = {}
         for name, codec in self.codecs.items():
+            if name in self.seldom and name not in document:
+                continue
             try:
                 values[name] = codec.decode(document[name])
             except _BadField as error:  # of a record within
@@ -681,6 +686,7 @@ _REASON = _Codec(lambda value: value.value, FinishReason)
 _SHARE = _Codec(lambda value: value, _decode_share)
 _FLAG = _Codec(lambda value: value, _decode_flag)
 _SAMPLES = _list_of(_row(Sample, ("token", _INTEGER), ("stop", _optional(_REASON))))
+_IDS = _list_of(_TEXT)
 _NOW_AND_NAMESPACE = {"now": _SECONDS, "namespace": _HEX}
 
 _CACHE = _Form(
@@ -844,7 +850,9 @@ _FORMS: Final[dict[str, _Form]] = {
                 _decode_samples,
             ),
             "state": _STATE.codec(),
+            "failed": _Codec(sorted, lambda value: frozenset(_IDS.decode(value))),
         },
+        seldom=frozenset({"failed"}),
     ),
     "abandon": _Form(Abandoned, {"now": _SECONDS, "state": _STATE.codec()}),
 }

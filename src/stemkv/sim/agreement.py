@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from stemkv.core.books.cost import CostModel, StepShape
 from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -105,8 +106,9 @@ def make_core(header: StepLogHeader) -> Scheduler:
     try:
         cache = PrefixCache(
             header.cache,
-            header.eviction.make(header.cache, costs),
-            quotas=header.quotas,
+            Retention.of(
+                header.eviction.make(header.cache, costs), header.cache, header.quotas
+            ),
         )
         order = header.order.make(costs)
         return Scheduler(header.scheduler, cache, order, costs=costs)
@@ -177,7 +179,7 @@ class _Repetition:
                 repeated = PlanRecord.of(plan, self._scheduler)
                 compared.append(("plan", call.plan, repeated))
             case Committed():
-                result = StepResult(call.samples)
+                result = StepResult(call.samples, call.failed)
                 events = self._scheduler.commit(self._pending(), result, call.now)
                 state = CoreState.of(self._scheduler)
                 compared.append(("state", call.state, state))
@@ -311,9 +313,7 @@ class _Run:
     def _shape(self, plan: StepPlan) -> StepShape:
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         for chunk in plan.chunks:
-            request = self._scheduler.request(chunk.request_id)
-            assert request is not None, "it is planned"
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         return shape
 
     def _result(self, plan: StepPlan) -> StepResult:

@@ -406,8 +406,10 @@ class Outcome:
     def _stall_accounts(self, num_stalls: int) -> tuple[tuple[str, float], ...]:
         """Return who held active blocks while admissions waited, the most first."""
         totals: Counter[str] = Counter()
-        for replica in self._replicas:
-            totals.update(replica.ledger.stalls.by_account)
+        for accounts in self._accounts:
+            for name, account in accounts.items():
+                if account.stalling_blocks:
+                    totals[name] += account.stalling_blocks
         return tuple(
             (
                 self._public_label if name == PUBLIC_ACCOUNT else name,

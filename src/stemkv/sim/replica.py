@@ -20,6 +20,7 @@ from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.core.retention.quota import QuotaConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import RequestFinished, RequestPreempted, TokenSampled
 from stemkv.core.schedule.order.base import Order
@@ -79,9 +80,16 @@ class Replica:
         self.costs = costs
         self.entries: list[LedgerEntry] = []
         self.ledger = Ledger(cache.block_size, costs)
-        self.cache = PrefixCache(cache, make_policy, quotas=quotas, ledger=self.ledger)
+        self.cache = PrefixCache(
+            cache, Retention.of(make_policy, cache, quotas), watchers=(self.ledger,)
+        )
         self.scheduler = Scheduler(
-            limits, self.cache, order, costs=costs, sessions=sessions
+            limits,
+            self.cache,
+            order,
+            costs=costs,
+            sessions=sessions,
+            ledger=self.ledger,
         )
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
@@ -138,10 +146,7 @@ class Replica:
             num_decodes=plan.num_coasting, num_decode_context=plan.num_coasting_context
         )
         for chunk in plan.chunks:
-            request = self.scheduler.request(chunk.request_id)
-            assert request is not None, "it is planned"
-            # The one token that a hit leaves of a prompt is still a prefill.
-            shape.add_chunk(chunk.start, chunk.end, is_decode=not request.is_prefilling)
+            shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
         shape.num_copied_tokens = sum(copy.num_tokens for copy in plan.copies)
         if plan.num_tokens == 0:
             raise InvariantError(

@@ -23,11 +23,13 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.lookahead import Waiting
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.core.retention.policy.lru import Lru
+from stemkv.core.retention.retention import Retention
 from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
 from stemkv.sim.clairvoyant import Clairvoyant
@@ -158,7 +160,7 @@ class _Sequence:
         self._num_blocks = num_blocks
         self._capacity = capacity
         self._rule = rule
-        self._cache = PrefixCache(config, lambda: policy)
+        self._cache = PrefixCache(config, Retention(lambda: policy))
         self._clairvoyant = _clairvoyant(policy)
         self._reuses = reuses
         for namespace, prefixes in rule.public_prefixes(trace).items():
@@ -207,7 +209,7 @@ class _Sequence:
             namespace,
             domain,
             tokens,
-            num_slots=len(units) + 1,
+            Demand(num_slots=len(units) + 1),
             hints=hints,
             now=now,
         )
@@ -292,7 +294,7 @@ class _Sequence:
             namespace,
             domain,
             (units + _LAST).tobytes(),
-            num_slots=len(units) + 1,
+            Demand(num_slots=len(units) + 1),
             now=now,
         )
         assert lease is not None, "nobody else holds blocks"

@@ -188,7 +188,7 @@ def test_keys_are_computed_only_for_who_needs_them(case: Case) -> None:
     for time, text in enumerate(["abcd", "abxy", "abcd"]):
         serve(cache, text, now=float(time))
 
-    assert bool(cache._key_spaces) == policy.needs_keys
+    assert bool(cache.residency._keys._spaces) == policy.needs_keys
 
 
 @each_case

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemkv.core.check import check_cache
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policy.ghosts import Ghosts
 from tests.core.builders import ALICE, NAMESPACE, build_cache
@@ -146,7 +147,9 @@ def test_a_prompt_made_to_have_equal_keys_does_no_harm(
 
     def serve(num_tokens: int, now: float) -> None:
         text = prompt[: 4 * num_tokens]
-        lease = cache.acquire(NAMESPACE, ALICE, text, num_slots=num_tokens, now=now)
+        lease = cache.acquire(
+            NAMESPACE, ALICE, text, Demand(num_slots=num_tokens), now=now
+        )
         assert lease is not None
         cache.publish(lease, text, num_tokens, now)
         cache.release(lease, now)

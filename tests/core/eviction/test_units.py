@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemkv.core.check import check_cache
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from tests.core.builders import ALICE, NAMESPACE, build_cache, resident, tokens
@@ -134,7 +135,7 @@ def compare(case: Case, num_blocks: int, acts: list[Act]) -> int:
         if name == "acquire":
             prompt = tokens(text + "!")
             lease = cache.acquire(
-                NAMESPACE, ALICE, prompt, num_slots=len(text) + 1, now=0.0
+                NAMESPACE, ALICE, prompt, Demand(num_slots=len(text) + 1), now=0.0
             )
             if lease is None:
                 continue

@@ -19,9 +19,11 @@ from stemkv.core.prefix.cache import Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.identity import ComputeIdentity, Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policy import Lru
+from stemkv.core.retention.retention import Retention
 from stemkv.engine.load import LoadedModel
 from stemkv.errors import ConfigError
 
@@ -239,7 +241,9 @@ def make_case(base: ComputeIdentity, facts: KeyContext, prompt: Prompt) -> Case:
 def make_cache(*, block_size: int, num_tokens: int) -> PrefixCache:
     """Return an empty cache for that many tokens of several requests."""
     num_blocks = -(-num_tokens // block_size)
-    return PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size), Lru)
+    return PrefixCache(
+        CacheConfig(num_blocks=num_blocks, block_size=block_size), Retention(Lru)
+    )
 
 
 def write(cache: PrefixCache, case: Case) -> None:
@@ -247,7 +251,7 @@ def write(cache: PrefixCache, case: Case) -> None:
     tokens = case.prompt.tokens.buffer
     num_tokens = len(case.prompt.tokens)
     lease = cache.acquire(
-        case.namespace, case.domain, tokens, num_slots=num_tokens, now=0.0
+        case.namespace, case.domain, tokens, Demand(num_slots=num_tokens), now=0.0
     )
     assert lease is not None, "the cache was made large enough"
     cache.copied(lease, 0.0)
@@ -268,7 +272,7 @@ def separating_fields(base: ComputeIdentity, prompt: Prompt) -> dict[str, bool]:
     num_tokens = len(prompt.tokens)
     cache = make_cache(block_size=prompt.block_size, num_tokens=num_tokens)
     lease = cache.acquire(
-        base.namespace(), domain, tokens, num_slots=num_tokens, now=0.0
+        base.namespace(), domain, tokens, Demand(num_slots=num_tokens), now=0.0
     )
     assert lease is not None, "the cache was made large enough"
     cache.publish(lease, tokens, num_tokens, 0.0)

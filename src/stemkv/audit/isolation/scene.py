@@ -13,10 +13,12 @@ from stemkv.audit.isolation.worlds import BLOCK_SIZE, PRIVATE
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.retention import Retention
 
 __all__ = ["Scene", "made_up_prompt"]
 
@@ -47,7 +49,9 @@ class Scene:
                     for tenant, floor in floors.items()
                 }
             )
-        self._cache = PrefixCache(config, eviction.make(config), quotas=quotas)
+        self._cache = PrefixCache(
+            config, Retention.of(eviction.make(config), config, quotas)
+        )
         self._now = 0.0
 
     # Questions
@@ -85,7 +89,7 @@ class Scene:
             _NAMESPACE,
             _domain_of(tenant),
             prompt.buffer,
-            num_slots=len(prompt),
+            Demand(num_slots=len(prompt)),
             now=self._now,
         )
 

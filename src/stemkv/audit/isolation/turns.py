@@ -35,6 +35,7 @@ from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import RequestAdmitted
 from stemkv.core.schedule.order import Order
@@ -135,7 +136,7 @@ class _Line:
     def __init__(self, name: str, setting: Setting) -> None:
         self._setting = setting
         config = CacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
-        self._cache = PrefixCache(config, EvictionConfig().make(config))
+        self._cache = PrefixCache(config, Retention(EvictionConfig().make(config)))
         self._head = b""
         if setting.has_public_head:
             head = made_up_prompt("head", 1, num_more=0)

@@ -29,6 +29,15 @@ class CacheConfig:
                 f"got {self.max_kept_share!r:.80}"
             )
 
+    def can_hit(self, max_prompt_tokens: int, max_output_tokens: int = 0) -> bool:
+        """Whether requests of such sizes could ever reuse anything.
+
+        Only whole blocks are published, and what is last sampled is not computed any
+        more; of a prompt at least one token is computed.
+        """
+        num_computed = max_prompt_tokens + max(0, max_output_tokens - 1)
+        return max_prompt_tokens > 1 and num_computed >= self.block_size
+
 
 def is_number(value: object) -> bool:
     """Whether a setting is a number, and not true or false."""

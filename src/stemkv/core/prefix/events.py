@@ -1,6 +1,8 @@
 """What happened to cached blocks, as values; nobody in the core logs.
 
-Events carry counts, domains and times, never a token.
+Events carry block ids, counts, domains and times, never a token. With them an exporter
+can tell others which blocks hold what: it knows the tokens of its own requests, and a
+block by its id until that block is dropped.
 """
 
 from __future__ import annotations
@@ -30,39 +32,47 @@ class DropReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksPublished:
-    """Blocks became matchable."""
+    """Blocks became matchable, in this order behind their parent."""
 
     now: float
     namespace: bytes
     domain: Domain
-    num_blocks: int
+    block_ids: tuple[int, ...]
+    start: int  # blocks of the path before them
+    parent_block_id: int | None  # the last one of those; None: they begin a prompt
+
+    @property
+    def num_blocks(self) -> int:
+        """How many."""
+        return len(self.block_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksEvicted:
+class _BlocksDropped:
+    now: float
+    namespace: bytes
+    domain: Domain
+    block_ids: tuple[int, ...]  # in the order of their tokens; the last went first
+
+    @property
+    def num_blocks(self) -> int:
+        """How many."""
+        return len(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksEvicted(_BlocksDropped):
     """Cached blocks were dropped to reuse their memory."""
 
-    now: float
-    domain: Domain
-    num_blocks: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksRefused:
+class BlocksRefused(_BlocksDropped):
     """Blocks were not retained after their last use, as their caller had said."""
 
-    now: float
-    domain: Domain
-    num_blocks: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksRetired:
+class BlocksRetired(_BlocksDropped):
     """Blocks were freed because they must not be used: fenced, or unsound KV."""
-
-    now: float
-    domain: Domain
-    num_blocks: int
 
 
 CacheEvent = BlocksPublished | BlocksEvicted | BlocksRefused | BlocksRetired

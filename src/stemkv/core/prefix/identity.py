@@ -228,6 +228,11 @@ class Domain:
     name: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, DomainKind):
+            raise ConfigError(
+                f"domain kind must be a DomainKind, got {self.kind!r:.80}; "
+                f"Domain.private and Domain.group make domains"
+            )
         if not isinstance(self.name, str):
             raise ConfigError(
                 f"domain name must be text, got {type(self.name).__name__}"

@@ -17,9 +17,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from stemkv.core.prefix.hints import Hints
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.prefix.keys import KeyChain
 from stemkv.core.prefix.tree import Node
+from stemkv.core.prefix.watcher import Caller
 
 __all__ = ["BlockCopy", "BlockTable", "Lease"]
 
@@ -84,21 +85,19 @@ class Lease:
     """
 
     __slots__ = (
+        "caller",
         "copy",
         "copy_source",
         "domain",
-        "first_ephemeral_block",
-        "hint",
-        "hints",
         "is_cut_off",
         "is_released",
-        "key_state",
+        "keys",
         "namespace",
         "node",
         "num_matched_tokens",
         "num_public_blocks",
         "num_published_blocks",
-        "owner",
+        "num_slots",
         "table",
     )
 
@@ -107,31 +106,37 @@ class Lease:
         *,
         namespace: bytes | None,
         domain: Domain,
-        owner: str,
-        hints: Hints,
-        hint: int,
-        first_ephemeral_block: int | None,
+        caller: Caller,
         num_public_blocks: int,
     ) -> None:
         self.namespace = namespace  # None: shares with nobody
         self.domain = domain
-        self.owner = owner  # tenant who pays for what it holds and publishes
-        self.hints = hints
-        self.hint = hint  # digit that the eviction policy is given
-        self.first_ephemeral_block = first_ephemeral_block  # None: there is none
+        self.caller = caller  # on whose account, and what it said
         self.num_public_blocks = num_public_blocks  # leading blocks to publish for all
         self.node: Node | None = None  # deepest pinned node, the root if none matched
         self.table = BlockTable(array("i"))
+        self.num_slots = 0  # tokens that its holder asked room for
         self.num_published_blocks = 0
         self.num_matched_tokens = 0  # cached, partial block included
-        self.key_state = (0, 0)  # blocks, and the checksum of their tokens
+        self.keys = KeyChain()  # how far its tokens have been summed up
         self.copy: BlockCopy | None = None  # must run before the lease's first step
         # Node of its source, pinned until it has run.
         self.copy_source: Node | None = None
         self.is_cut_off = False  # publishes nothing any more
         self.is_released = False
 
-    def is_ephemeral(self, index: int) -> bool:
-        """Whether the caller said that block `index` will be used once."""
-        start = self.first_ephemeral_block
-        return start is not None and index >= start
+    def twin(self) -> Lease:
+        """Return a lease of the same blocks, for a fork."""
+        twin = Lease(
+            namespace=self.namespace,
+            domain=self.domain,
+            caller=self.caller,
+            num_public_blocks=self.num_public_blocks,
+        )
+        twin.node = self.node
+        twin.table = BlockTable(self.table.ids())
+        twin.num_slots = self.num_slots
+        twin.num_published_blocks = self.num_published_blocks
+        twin.num_matched_tokens = self.num_matched_tokens
+        twin.is_cut_off = self.is_cut_off
+        return twin

@@ -92,7 +92,8 @@ class TokenIds:
     __slots__ = ("_buffer", "has_spans")
 
     def __init__(self, buffer: bytes) -> None:
-        buffer = bytes(buffer)  # free for bytes; anything else could change later
+        if not isinstance(buffer, bytes):  # anything else could change later
+            buffer = _copy_of_bytes(buffer)
         if len(buffer) % TOKEN_BYTES:
             raise TokenOutOfRange(
                 f"a token buffer holds 4 bytes per token, got {len(buffer)} bytes",
@@ -214,7 +215,11 @@ def end_outside_span(tokens: bytes, num_tokens: int) -> int:
 
 
 def common_prefix_bytes(
-    left: bytes, left_start: int, right: bytes, right_start: int, limit: int
+    left: bytes | bytearray,
+    left_start: int,
+    right: bytes,
+    right_start: int,
+    limit: int,
 ) -> int:
     """Return how many leading bytes agree, at most `limit`; O(answer) bytes read.
 
@@ -242,6 +247,17 @@ def common_prefix_bytes(
         else:
             step = half
     return same
+
+
+def _copy_of_bytes(buffer: object) -> bytes:
+    """Copy a buffer of single bytes; a wider one says nothing of its byte order."""
+    if isinstance(buffer, bytearray | memoryview) and memoryview(buffer).itemsize == 1:
+        return bytes(buffer)
+    raise TokenOutOfRange(
+        f"TokenIds takes bytes, got {type(buffer).__name__}; TokenIds.from_ids takes "
+        f"integers and TokenIds.from_buffer arrays of any integer type",
+        field="tokens",
+    )
 
 
 def _to_native(buffer: bytes) -> bytes:

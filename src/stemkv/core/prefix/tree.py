@@ -128,7 +128,8 @@ class PrefixTree:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_bytes = block_size * TOKEN_BYTES
+        self.block_size = block_size
+        self.block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._retired: list[Node] = []
         self._nodes: dict[int, Node] = {}
@@ -186,7 +187,7 @@ class PrefixTree:
         if root is None:
             return Match(None, 0, 0, None)
         limit_bytes = limit * TOKEN_BYTES
-        end = limit_bytes - limit_bytes % self._block_bytes
+        end = limit_bytes - limit_bytes % self.block_bytes
         ends = self.ends(root, domain, tokens, end=end)
         longest = max(offset for _, _, offset in ends)
         best: Match | None = None
@@ -200,9 +201,7 @@ class PrefixTree:
             num_tokens = partial.num_tokens if partial is not None else 0
             if num_tokens > best_tokens:  # of equals the first, so the public one
                 best_tokens = num_tokens
-                best = Match(
-                    node, num_node_blocks, offset // self._block_bytes, partial
-                )
+                best = Match(node, num_node_blocks, offset // self.block_bytes, partial)
         assert best is not None, "the root itself is an end"
         return best
 
@@ -240,7 +239,7 @@ class PrefixTree:
         if limit == len(node.edge) and tokens.startswith(node.edge, start):
             return node.num_blocks
         same = common_prefix_bytes(node.edge, 0, tokens, start, limit)
-        return same // self._block_bytes
+        return same // self.block_bytes
 
     # Verbs
 
@@ -262,7 +261,7 @@ class PrefixTree:
         parent = node.parent
         if parent is None or not 0 < num_blocks < node.num_blocks:
             raise InvariantError(f"split of a {node.num_blocks}-block edge")
-        cut = num_blocks * self._block_bytes
+        cut = num_blocks * self.block_bytes
         upper = Node(
             self._new_id(),
             parent,
@@ -273,7 +272,7 @@ class PrefixTree:
         )
         upper.ref_count = node.ref_count
         self._nodes[upper.id] = upper
-        parent.children[node.domain].replace(upper.edge[: self._block_bytes], upper)
+        parent.children[node.domain].replace(upper.edge[: self.block_bytes], upper)
         node.parent = upper
         node.edge = node.edge[cut:]
         node.block_ids = node.block_ids[num_blocks:]
@@ -307,7 +306,7 @@ class PrefixTree:
         child.edge = node.edge + child.edge
         child.block_ids = node.block_ids + child.block_ids
         child.parent = node.parent
-        node.parent.children[node.domain].replace(node.edge[: self._block_bytes], child)
+        node.parent.children[node.domain].replace(node.edge[: self.block_bytes], child)
         del self._nodes[node.id]
 
     def add(
@@ -383,12 +382,12 @@ class PrefixTree:
         dropped = node.block_ids[keep:]
         if keep == 0:
             siblings = node.parent.children[node.domain]
-            siblings.discard(node.edge[: self._block_bytes])
+            siblings.discard(node.edge[: self.block_bytes])
             if not siblings:
                 del node.parent.children[node.domain]
             del self._nodes[node.id]
             self._forget_empty_retired(node.parent)
-        node.edge = node.edge[: keep * self._block_bytes]
+        node.edge = node.edge[: keep * self.block_bytes]
         node.block_ids = node.block_ids[:keep]
         self._num_blocks -= len(dropped)
         return dropped
@@ -423,7 +422,7 @@ class PrefixTree:
         passed: list[tuple[Node, int]] | None,
     ) -> tuple[Node, int, int]:
         """Follow children of one domain; return (node, blocks in it, byte offset)."""
-        block_bytes = self._block_bytes
+        block_bytes = self.block_bytes
         while True:
             if passed is not None:
                 passed.append((node, offset))
@@ -455,7 +454,7 @@ class PrefixTree:
         limit_bytes: int,
     ) -> PartialBlock | None:
         """Find the visible block that continues a match for the most tokens."""
-        block_bytes = self._block_bytes
+        block_bytes = self.block_bytes
         wanted = tokens[offset : min(offset + block_bytes, limit_bytes)]
         first = wanted[:TOKEN_BYTES]
         best: PartialBlock | None = None
@@ -483,7 +482,7 @@ class PrefixTree:
         children = parent.children.get(node.domain)
         if children is None:
             children = parent.children[node.domain] = _Children()
-        children.add(node.edge[: self._block_bytes], node)
+        children.add(node.edge[: self.block_bytes], node)
 
     def _forget_empty_retired(self, node: Node) -> None:
         if node.is_retired and not node.children and node in self._retired:

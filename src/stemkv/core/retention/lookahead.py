@@ -10,20 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.identity import PUBLIC
+from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.prefix.tree import Node, PrefixTree
 
 __all__ = ["Awaited", "Lookahead", "Waiting"]
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a waiting request will look up."""
-
-    namespace: bytes | None  # None: nothing
-    domain: Domain
-    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +34,10 @@ class Lookahead:
     of a depth O(requests).
     """
 
-    def __init__(
-        self, waiting: Iterable[Waiting], tree: PrefixTree, block_size: int
-    ) -> None:
+    def __init__(self, waiting: Iterable[Waiting], tree: PrefixTree) -> None:
         self._waiting = [each for each in waiting if each.namespace is not None]
         self._tree = tree
-        self._block_bytes = block_size * TOKEN_BYTES
+        self._block_bytes = tree.block_bytes
         # Byte offset → block there → places in the queue
         self._places: dict[int, dict[bytes, list[int]]] = {}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from stemkv.core.prefix.identity import PUBLIC, Domain
-from stemkv.errors import ConfigError
+from stemkv.errors import ConfigError, InvariantError
 
 __all__ = ["Quota", "QuotaConfig", "Quotas"]
 
@@ -113,8 +113,9 @@ class Quotas:
         # (-excess over weight, number of the domain); what is out of date is dropped
         # when it is met.
         self._heap: list[tuple[float, int]] = []
-        self._domains: list[Domain] = []
+        self._domains: dict[int, Domain] = {}  # by number, in the order they came
         self._numbers: dict[Domain, int] = {}
+        self._num_seen = 0
 
     @property
     def num_lendable_blocks(self) -> int:
@@ -164,17 +165,34 @@ class Quotas:
         self._lendable += max(0, now - floor) - max(0, before - floor)
         number = self._numbers.get(domain)
         if number is None:
-            number = self._numbers[domain] = len(self._domains)
-            self._domains.append(domain)
+            number = self._numbers[domain] = self._num_seen
+            self._domains[number] = domain
+            self._num_seen += 1
         if now > floor:
             heappush(self._heap, (-self._excess(domain), number))
             if len(self._heap) > 4 * len(self._domains) + 64:
                 self._heap = [
                     (-self._excess(each), self._numbers[each])
-                    for each in self._domains
+                    for each in self._domains.values()
                     if self._excess(each) > 0
                 ]
                 heapify(self._heap)
+
+    def forget(self, domain: Domain) -> None:
+        """Forget a domain that has no block left; if it comes again it is new.
+
+        Names come from requests, so there may be any number of them. One that was
+        promised something stays.
+        """
+        if self.retained(domain):
+            raise InvariantError(
+                f"{domain} has retained {self.retained(domain)} blocks and is forgotten"
+            )
+        if domain not in self.config.quotas:
+            self._retained.pop(domain, None)
+            number = self._numbers.pop(domain, None)
+            if number is not None:
+                del self._domains[number]
 
     def giver(self, domain: Domain | None) -> tuple[Domain, int] | None:
         """Return who gives blocks to a domain, and how many at most.
@@ -186,8 +204,8 @@ class Quotas:
         heap = self._heap
         while heap:
             negated, number = heap[0]
-            other = self._domains[number]
-            if self._excess(other) == -negated and negated < 0:
+            other = self._domains.get(number)
+            if other is not None and negated < 0 and self._excess(other) == -negated:
                 floor = self.config.of(other).floor_blocks
                 return other, self.retained(other) - floor
             heappop(heap)

@@ -10,13 +10,19 @@ one; to the policy a leaf in another tier looks like one that a lease pins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
+from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import DropReason
+from stemkv.core.prefix.hints import Hints
 from stemkv.core.prefix.identity import Domain
-from stemkv.core.prefix.table import Lease
-from stemkv.core.prefix.tree import Node
-from stemkv.core.retention.lookahead import Awaited
+from stemkv.core.prefix.keeper import Keeper, Waiting
+from stemkv.core.prefix.tree import Node, PrefixTree
+from stemkv.core.prefix.watcher import Caller, Publication
+from stemkv.core.retention.hints import HintDigits
+from stemkv.core.retention.lookahead import Awaited, Lookahead
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.core.retention.policy.leaves import Leaves
 from stemkv.core.retention.quota import QuotaConfig, Quotas
@@ -47,7 +53,7 @@ class _Stock:
         self.num_nodes = 0
 
 
-class Retention:
+class Retention(Keeper):
     """What the cache asks instead of a policy.
 
     `make_policy` makes one for each domain if there are quotas, so that no domain's
@@ -57,14 +63,13 @@ class Retention:
     def __init__(
         self,
         make_policy: Callable[[], EvictionPolicy],
-        *,
-        num_blocks: int,
-        quotas: QuotaConfig | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        self.quotas = None if quotas is None else Quotas(quotas, num_blocks)
+        self.quotas = quotas
         self._make_policy = make_policy
         self._common = _Stock(make_policy())
         self._stocks: dict[Domain, _Stock] = {}  # with quotas
+        self._digits = HintDigits()
         self._num_ended = 0  # orders what became evictable after its session ended
         # By node id, where there is anything to say
         self._session_of: dict[int, _Session] = {}  # only that one has used it
@@ -72,14 +77,26 @@ class Retention:
         self._ended: set[int] = set()
         self._kept_until: dict[int, float] = {}
         self._awaited: dict[int, int] = {}  # place in the queue
+        self._queue: Callable[[float], Iterable[Waiting]] | None = None
+        self._tree: PrefixTree | None = None  # of the queue's cache
         self._find_awaited: Callable[[int], Awaited | None] | None = None
         self._stock_of: dict[int, _Stock] = {}  # evictable leaves
         self._nodes_of: dict[_Session, set[int]] = {}
 
-    @property
-    def needs_keys(self) -> bool:
-        """Whether the policy wants keys of blocks."""
-        return self._common.policy.needs_keys
+    @classmethod
+    def of(
+        cls,
+        make_policy: Callable[[], EvictionPolicy],
+        config: CacheConfig,
+        quotas: QuotaConfig | None,
+    ) -> Retention:
+        """Return the retention of a cache of that size, with quotas if there are any.
+
+        Raises `ConfigError` when the cache cannot promise what they say.
+        """
+        if quotas is None:
+            return cls(make_policy)
+        return cls(make_policy, quotas=Quotas(quotas, config.num_blocks))
 
     # Sizes
 
@@ -91,10 +108,7 @@ class Retention:
         num_used: int = 0,
         spares_floor: bool = False,
     ) -> int:
-        """Return how many of `num_unpinned` retained blocks could go for a domain.
-
-        Less `num_used`, which it is about to use; see `Quotas.available_to`.
-        """
+        """See `Keeper` and `Quotas.available_to`."""
         if self.quotas is None:
             return num_unpinned - num_used
         return self.quotas.available_to(
@@ -102,26 +116,43 @@ class Retention:
         )
 
     def counts_as_available(self, node: Node, domain: Domain) -> bool:
-        """Whether `num_available` counts an unpinned node that the domain may use."""
+        """See `Keeper`."""
         return self.quotas is None or node.domain == domain
 
-    # What happens to nodes
+    def num_lendable(self, num_unpinned: int) -> int:
+        """See `Keeper`."""
+        return num_unpinned if self.quotas is None else self.quotas.num_lendable_blocks
+
+    def most_blocks(self, domain: Domain, num_total: int) -> int:
+        """See `Keeper`."""
+        return num_total if self.quotas is None else self.quotas.most_blocks(domain)
+
+    @property
+    def public_budget(self) -> int | None:
+        """See `Keeper`."""
+        return None if self.quotas is None else self.quotas.config.public_blocks
+
+    # What may be one node
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether the policy wants keys of blocks."""
+        return self._common.policy.needs_keys
 
     def num_alike(self, domain: Domain, keys: Sequence[int]) -> int:
         """Return how many leading blocks may be one node."""
         return self._stock(domain).policy.num_alike(keys)
 
-    def can_extend(
-        self, node: Node, lease: Lease, keys: Sequence[int], kept_until: float | None
-    ) -> bool:
-        """Whether what the lease adds may join the node: nothing tells them apart."""
-        start = lease.num_published_blocks
+    def can_extend(self, node: Node, publication: Publication) -> bool:
+        """Whether what is published may join the node: nothing tells them apart."""
+        caller = publication.caller
         return (
-            self._session_of.get(node.id) == _session_of(lease, node)
-            and (node.id in self._ephemeral) == _is_ephemeral(lease, node, start)
-            and self._kept_until.get(node.id) == kept_until
+            self._session_of.get(node.id) == _session_of(caller, node)
+            and (node.id in self._ephemeral)
+            == _is_ephemeral(caller, node, publication.start)
+            and self._kept_until.get(node.id) == publication.kept_until
             and node.id not in self._ended
-            and self._stock(node.domain).policy.can_extend(node.id, keys)
+            and self._stock(node.domain).policy.can_extend(node.id, publication.keys)
         )
 
     def can_merge(self, upper: Node, lower: Node) -> bool:
@@ -135,44 +166,39 @@ class Retention:
             and self._stock(upper.domain).policy.can_merge(one, other)
         )
 
-    def published(
-        self,
-        node: Node,
-        lease: Lease,
-        *,
-        start: int,
-        num_blocks: int,
-        keys: Sequence[int],
-        kept_until: float | None,
-        tick: int,
-        now: float,
-    ) -> None:
-        """A lease published blocks `start …`: a new node, or more of its own."""
-        if node.num_blocks == num_blocks:
-            self._stock(node.domain).num_nodes += 1
-            session = _session_of(lease, node)
-            if session is not None:
-                self._session_of[node.id] = session
-                self._nodes_of.setdefault(session, set()).add(node.id)
-            if _is_ephemeral(lease, node, start):
-                self._ephemeral.add(node.id)
-            if kept_until is not None:
-                self._kept_until[node.id] = kept_until
+    # What happens to nodes
+
+    def added(self, node: Node, publication: Publication) -> None:
+        """Note what its publisher said of a new node."""
+        self._stock(node.domain).num_nodes += 1
+        caller = publication.caller
+        session = _session_of(caller, node)
+        if session is not None:
+            self._session_of[node.id] = session
+            self._nodes_of.setdefault(session, set()).add(node.id)
+        if _is_ephemeral(caller, node, publication.start):
+            self._ephemeral.add(node.id)
+        if publication.kept_until is not None:
+            self._kept_until[node.id] = publication.kept_until
+        self.extended(node, publication)
+
+    def extended(self, node: Node, publication: Publication) -> None:
+        """Tell the policy of blocks that a node has gained."""
         self._stock(node.domain).policy.published(
             node.id,
-            start=start,
-            num_blocks=num_blocks,
-            keys=keys,
-            hint=_hint(lease, node),
-            tick=tick,
-            now=now,
+            start=publication.start,
+            num_blocks=len(publication.block_ids),
+            keys=publication.keys,
+            hint=_hint(publication.caller, node),
+            tick=publication.tick,
+            now=publication.now,
         )
 
-    def used(self, node: Node, lease: Lease, *, tick: int, now: float) -> None:
-        """A lease on the node began."""
+    def used(self, node: Node, caller: Caller, tick: int, now: float) -> None:
+        """A caller began to use the node."""
         node_id = node.id
         if self._session_of and self._session_of.get(node_id) != _session_of(
-            lease, node
+            caller, node
         ):
             self._leave_session(node_id)
         if self._ended:
@@ -180,24 +206,24 @@ class Retention:
         if self._ephemeral:
             self._ephemeral.discard(node_id)  # evidently it is used more than once
         self._stock(node.domain).policy.used(
-            node_id, hint=_hint(lease, node), tick=tick, now=now
+            node_id, hint=_hint(caller, node), tick=tick, now=now
         )
 
-    def pinned(self, node: Node) -> None:
-        """A lease begins to hold a node that none held."""
+    def pinned(self, node: Node, now: float) -> None:
+        """Somebody begins to hold a node that nobody held."""
         if self.quotas is not None:
             self.quotas.change(node.domain, -node.num_blocks)
         if node.is_leaf:
             self._withdraw(node.id)
 
-    def released(self, node: Node, *, tick: int, now: float) -> None:
-        """The last lease on the node ended."""
+    def unpinned(self, node: Node, tick: int, now: float) -> None:
+        """Nobody holds the node any more."""
         if self.quotas is not None:
             self.quotas.change(node.domain, node.num_blocks)
         self._stock(node.domain).policy.released(node.id, tick=tick, now=now)
 
-    def refuses(self, node: Node, *, now: float) -> bool:
-        """Whether a leaf without leases shall not be retained at all."""
+    def refuses(self, node: Node, now: float) -> bool:
+        """Whether a leaf that nobody holds shall not be retained at all."""
         if node.id not in self._ephemeral:
             return False
         until = self._kept_until.get(node.id)
@@ -207,11 +233,11 @@ class Retention:
         """Whether it was told that the node became evictable, and nothing since."""
         return node.id in self._stock_of
 
-    def became_evictable(self, node: Node, *, now: float) -> None:
+    def became_evictable(self, node: Node, now: float) -> None:
         """The node is now an unpinned leaf."""
         self._place(node.id, self._stock(node.domain), now)
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: Node, lower: Node, now: float) -> None:
         """`lower` was cut; `upper` is its leading part."""
         one, other = upper.id, lower.id
         session = self._session_of.get(other)
@@ -224,37 +250,46 @@ class Retention:
         until = self._kept_until.get(other)
         if until is not None:
             self._kept_until[one] = until
-        self._stock(lower.domain).num_nodes += 1
-        self._stock(lower.domain).policy.split(one, other, num_blocks=upper.num_blocks)
+        stock = self._stock(lower.domain)
+        stock.num_nodes += 1
+        stock.policy.split(one, other, num_blocks=upper.num_blocks)
 
-    def merged(self, upper_id: int, lower: Node) -> None:
+    def merged(self, upper: Node, lower: Node, now: float) -> None:
         """`lower` took over the blocks of the upper node."""
-        self._stock(lower.domain).num_nodes -= 1
-        self._stock(lower.domain).policy.merged(upper_id, lower.id)
-        self._forget_marks(upper_id)
+        stock = self._stock(lower.domain)
+        stock.num_nodes -= 1
+        stock.policy.merged(upper.id, lower.id)
+        self._forget_marks(upper.id)
 
-    def dropped(self, node: Node, num_dropped: int, *, may_return: bool) -> None:
+    def trimmed(
+        self, node: Node, block_ids: array[int], reason: DropReason, now: float
+    ) -> None:
         """An unpinned leaf lost blocks of its tail; `node` has what is left."""
         if self.quotas is not None:
-            self.quotas.change(node.domain, -num_dropped)
-        if node.num_blocks == 0:
+            self.quotas.change(node.domain, -len(block_ids))
+        num_left = node.num_blocks
+        if num_left == 0:
             self._withdraw(node.id)
         self._stock(node.domain).policy.dropped(
-            node.id, node.num_blocks, may_return=may_return
+            node.id, num_left, may_return=reason is not DropReason.RETIRED
         )
-        if node.num_blocks == 0:
+        if num_left == 0:
             self._forget_marks(node.id)
             self._forget_stock(node.domain)
 
     # What is said of nodes
 
-    def end_session(self, domain: Domain, session: str, *, now: float) -> None:
+    def digit(self, owner: str, hints: Hints) -> int:
+        """Return what a caller said of its next use as a digit for the policy."""
+        return self._digits.of(owner, hints)
+
+    def end_session(self, domain: Domain, session: str, now: float) -> None:
         """Let blocks that only this session has used go before all others."""
         for node_id in sorted(self._nodes_of.get((domain, session), ())):
             self._ended.add(node_id)
             self._replace(node_id, now)
 
-    def keep(self, node: Node, until: float, *, now: float) -> None:
+    def keep(self, node: Node, until: float, now: float) -> None:
         """Keep a node until a time, as long as anything else can go."""
         if until <= now:
             self._kept_until.pop(node.id, None)
@@ -262,14 +297,22 @@ class Retention:
             self._kept_until[node.id] = until
         self._replace(node.id, now)
 
-    def expect(
-        self, awaited: Callable[[int], Awaited | None] | None, *, now: float
+    def watch_queue(
+        self, queue: Callable[[float], Iterable[Waiting]], tree: PrefixTree
     ) -> None:
-        """Tell how to find out what waiting requests will hit; `None`: nobody waits.
+        """Ask `queue(now)` who waits, in order, before anything is evicted.
 
-        Asked of leaves that are about to go, until the next call.
+        What those requests would hit goes late, and what the last of them would hit
+        goes first.
         """
-        self._find_awaited = awaited
+        self._queue, self._tree = queue, tree
+
+    def look_ahead(self, now: float) -> None:
+        """Take a snapshot of the queue: it is asked of leaves that are about to go."""
+        if self._queue is None or self._tree is None:
+            return
+        ahead = Lookahead(self._queue(now), self._tree)
+        self._find_awaited = ahead.awaited if len(ahead) else None
         for node_id in list(self._awaited):
             self._note_awaited(node_id, now)
 
@@ -293,16 +336,13 @@ class Retention:
         """Whether a domain has retained more than it may."""
         return self.quotas is not None and self.quotas.over_cap(domain) > 0
 
-    def victim_over_cap(
-        self, domain: Domain, now: float
-    ) -> tuple[int, int | None] | None:
+    def victim_over_cap(self, domain: Domain, now: float) -> tuple[int, int] | None:
         """Return the leaf that a domain over its cap must give, and how many blocks."""
-        if self.quotas is None:
+        num_over = 0 if self.quotas is None else self.quotas.over_cap(domain)
+        if num_over == 0:
             return None
-        num_blocks = self.quotas.over_cap(domain)
-        if num_blocks == 0:
-            return None
-        return self._first(self._stock(domain), num_blocks, now)
+        first = self._first(self._stock(domain), num_over, now)
+        return None if first is None else (first[0], first[1] or num_over)
 
     # Private
 
@@ -398,18 +438,13 @@ class Retention:
             self._place(node_id, stock, now)
 
     def _forget_stock(self, domain: Domain) -> None:
-        """Count a node that is gone; forget who has none and was promised nothing.
-
-        Names come from requests, so there may be any number of them.
-        """
+        """Count a node that is gone; forget who has none and was promised nothing."""
         stock = self._stock(domain)
         stock.num_nodes -= 1
-        if (
-            self.quotas is not None
-            and stock.num_nodes == 0
-            and domain not in self.quotas.config.quotas
-        ):
-            del self._stocks[domain]
+        if self.quotas is not None and stock.num_nodes == 0:
+            self.quotas.forget(domain)
+            if domain not in self.quotas.config.quotas:
+                del self._stocks[domain]
 
     def _leave_session(self, node_id: int) -> None:
         session = self._session_of.pop(node_id, None)
@@ -432,16 +467,16 @@ class Retention:
 # cost others their hits.
 
 
-def _session_of(lease: Lease, node: Node) -> _Session | None:
-    session = lease.hints.session
-    if session is None or node.domain != lease.domain:
+def _session_of(caller: Caller, node: Node) -> _Session | None:
+    session = caller.session
+    if session is None or node.domain != caller.domain:
         return None
-    return lease.domain, session
+    return caller.domain, session
 
 
-def _hint(lease: Lease, node: Node) -> int:
-    return lease.hint if node.domain == lease.domain else 0
+def _hint(caller: Caller, node: Node) -> int:
+    return caller.hint if node.domain == caller.domain else 0
 
 
-def _is_ephemeral(lease: Lease, node: Node, index: int) -> bool:
-    return node.domain == lease.domain and lease.is_ephemeral(index)
+def _is_ephemeral(caller: Caller, node: Node, index: int) -> bool:
+    return node.domain == caller.domain and caller.is_ephemeral(index)

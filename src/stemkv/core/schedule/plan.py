@@ -29,6 +29,9 @@ class Chunk:
     block_ids: memoryview  # read-only int32 snapshot, long enough for `end`
     num_samples: int  # output tokens to sample after position end - 1, usually 0 or 1
     adapter: str | None = None  # which adapter's weights to add, as the request said
+    # Whether it is the next token of a request whose prefill is done: the one answer to
+    # that question. A last prompt token, or what a preemption has lost, is none.
+    is_decode: bool = False
     start_position: int = 0  # what the model takes for the position of token 0
 
     @property
@@ -72,7 +75,10 @@ class StepResult:
     """What a driver hands back for a plan.
 
     For every chunk with `num_samples > 0`: that many samples, sample `k` continuing
-    the request `child_id(request_id, k)`.
+    the request `child_id(request_id, k)`. Those in `failed` are requests of the plan
+    whose chunk could not be computed: they need no samples and are aborted, and nothing
+    of that chunk is published.
     """
 
     samples: Mapping[RequestId, tuple[Sample, ...]]
+    failed: frozenset[RequestId] = frozenset()

@@ -20,11 +20,18 @@ from typing import NewType
 
 from stemkv.core.books.share import ShareOfWork
 from stemkv.core.books.waits import Waits
+from stemkv.core.prefix.door import check_domain, check_namespace
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
-from stemkv.errors import EmptyPrompt, InvalidLimit, InvariantError, RequestError
+from stemkv.errors import (
+    EmptyPrompt,
+    InvalidLimit,
+    InvariantError,
+    RequestError,
+    TokenOutOfRange,
+)
 
 __all__ = [
     "FinishReason",
@@ -80,11 +87,21 @@ class RequestSpec:
     hints: Hints = NO_HINTS
 
     def __post_init__(self) -> None:
-        if not self.request_id or "#" in self.request_id:
+        if (
+            not isinstance(self.request_id, str)
+            or not self.request_id
+            or "#" in self.request_id
+        ):
             raise RequestError(
                 f"request_id must be non-empty and free of '#', which marks the "
                 f"samples of a request, got {self.request_id!r}",
                 field="request_id",
+            )
+        if not isinstance(self.prompt, TokenIds):
+            raise TokenOutOfRange(
+                f"prompt must be TokenIds, got {type(self.prompt).__name__}; "
+                f"TokenIds.from_ids and from_buffer convert",
+                field="prompt",
             )
         if len(self.prompt) == 0:
             raise EmptyPrompt(
@@ -108,11 +125,8 @@ class RequestSpec:
                 f"got {self.start_position!r:.80}",
                 field="start_position",
             )
-        if not isinstance(self.namespace, bytes | None):
-            raise RequestError(
-                f"namespace must be bytes or None, got {type(self.namespace).__name__}",
-                field="namespace",
-            )
+        check_namespace(self.namespace)
+        check_domain(self.domain)
         if self.domain == PUBLIC:
             raise RequestError(
                 "domain must be the caller's own; what is public is declared by the "
@@ -130,10 +144,12 @@ class RequestSpec:
                 f"got {type(self.request_class).__name__}",
                 field="request_class",
             )
-        if not math.isfinite(self.arrival_s):
+        if not isinstance(self.arrival_s, int | float) or not math.isfinite(
+            self.arrival_s
+        ):
             raise RequestError(
                 f"arrival_s must be finite to have a place in an order, "
-                f"got {self.arrival_s}",
+                f"got {self.arrival_s!r:.80}",
                 field="arrival_s",
             )
 
@@ -273,9 +289,22 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens other than the newest output still lack KV."""
-        num_tokens = len(self._buffer) // TOKEN_BYTES
-        return num_tokens - self.num_computed > 1 or num_tokens == self._num_prompt
+        """Whether it waits, or has started and its prefill is not done."""
+        return self.state is not RequestState.RUNNING or self.is_unfinished
+
+    @property
+    def num_samples(self) -> int:
+        """How many requests this one is, or will be once it forks."""
+        if self.num_output_tokens or self.sample:
+            return 1
+        return self.spec.num_samples
+
+    @property
+    def held(self) -> Lease:
+        """The lease of a running request."""
+        if self.lease is None:
+            raise InvariantError(f"request {self.request_id} holds no lease")
+        return self.lease
 
     @property
     def max_tokens(self) -> int:
@@ -289,6 +318,23 @@ class Request:
     def extend(self, tokens: bytes) -> None:
         """Add output tokens, int32 little-endian."""
         self._buffer += tokens
+
+    def count_matched(self, num_matched: int, num_copied: int) -> None:
+        """Count prompt tokens that need no first computation, each at most once."""
+        num_prompt = self.num_prompt_tokens
+        gained = min(num_matched, num_prompt) - min(self.num_counted, num_prompt)
+        if gained > 0:
+            self.counts.reused += gained
+            self.counts.copied += min(gained, num_copied)
+        self.num_counted = max(self.num_counted, num_matched)
+
+    def count_computed(self, start: int, end: int) -> None:
+        """Count computed tokens; those counted before were lost to a preemption."""
+        fresh = max(start, self.num_counted)
+        counts = self.counts
+        counts.computed += max(0, min(end, self.num_prompt_tokens) - fresh)
+        counts.recomputed += min(end, fresh) - start
+        self.num_counted = max(self.num_counted, end)
 
     def start_over(
         self,

@@ -6,7 +6,9 @@ these counts a request's wait can be told in units of its own backlog, which is 
 `fair` bounds.
 
 All counts are tokens, exact. The backlog of a request that waits is what is not cached
-of it now, in whole blocks.
+of it now, in whole blocks. Tenants without a request in flight are forgotten, but for
+the last few: whoever wants what each was given since the start adds up the ledger's
+entries.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from stemkv.errors import InvariantError
 
 __all__ = ["Served", "Service"]
 
+_MAX_IDLE = 256  # so that who goes on at once has not begun anew
+
 
 @dataclass(slots=True)
 class Served:
@@ -28,6 +32,7 @@ class Served:
     num_decode: int = 0
     backlog: int = 0  # uncached tokens of what waits or is unfinished
     num_queued: int = 0  # requests of which those are
+    num_in_flight: int = 0  # samples
 
 
 class Service:
@@ -35,6 +40,7 @@ class Service:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Served] = {}
+        self._idle: dict[str, None] = {}  # nothing in flight, the longest first
         self._wanted: dict[str, tuple[str, int]] = {}  # by request id
         self._num_prefill = 0
         self._backlog = 0
@@ -51,7 +57,7 @@ class Service:
 
     @property
     def tenants(self) -> Mapping[str, Served]:
-        """What each tenant was given; not to be changed."""
+        """What each tenant was given since it was idle last; not to be changed."""
         return self._tenants
 
     def of(self, tenant: str) -> Served:
@@ -59,7 +65,20 @@ class Service:
         served = self._tenants.get(tenant)
         if served is None:
             served = self._tenants[tenant] = Served()
+            self._note_idle(tenant)
         return served
+
+    def took_in(self, tenant: str) -> None:
+        """Tell that one more request of a tenant is in flight."""
+        self.of(tenant).num_in_flight += 1
+        self._idle.pop(tenant, None)
+
+    def let_go(self, tenant: str) -> None:
+        """Tell that a request of a tenant has ended."""
+        served = self._tenants[tenant]
+        served.num_in_flight -= 1
+        if not served.num_in_flight:
+            self._note_idle(tenant)
 
     def wants(self, request_id: str, tenant: str, num_tokens: int) -> None:
         """Tell how much a request wants now."""
@@ -102,3 +121,9 @@ class Service:
         """Note that a request has its first token."""
         share.run = self._num_prefill - share.run_before
         share.own_run = self.of(tenant).num_prefill - share.own_run_before
+
+    def _note_idle(self, tenant: str) -> None:
+        self._idle[tenant] = None
+        if len(self._idle) > _MAX_IDLE:
+            longest = next(iter(self._idle))
+            del self._idle[longest], self._tenants[longest]

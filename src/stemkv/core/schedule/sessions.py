@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stemkv.core.prefix.config import is_number
+from stemkv.core.prefix.config import CacheConfig, is_number
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.schedule.request import Request, RequestId, RequestState
 from stemkv.errors import ConfigError
@@ -48,14 +48,13 @@ class SessionConfig:
 
 
 class SessionGate:
-    """Decides whose session may start requests now."""
+    """Decides whose session may start requests now; without limits, everybody's."""
 
-    def __init__(
-        self, config: SessionConfig, *, num_blocks: int, block_size: int
-    ) -> None:
-        self._config = config
-        self._most = max(1, int(config.share * num_blocks))
-        self._block_size = block_size
+    def __init__(self, limits: SessionConfig | None, cache: CacheConfig) -> None:
+        self.has_limits = limits is not None
+        self._config = SessionConfig() if limits is None else limits
+        self._most = max(1, int(self._config.share * cache.num_blocks))
+        self._block_size = cache.block_size
         self._active: dict[_Key, _Session] = {}
         self._num_blocks = 0  # that active sessions work with
         self._waiting: dict[RequestId, Request] = {}  # held, the oldest first
@@ -75,7 +74,7 @@ class SessionGate:
         Makes its session active if there is room, or if others give way. `is_alone`:
         nothing runs, so somebody has to.
         """
-        key = _key_of(request)
+        key = self._key_of(request)
         if key is None:
             return True
         session = self._active.get(key)
@@ -119,7 +118,7 @@ class SessionGate:
     def due(self, now: float, *, is_alone: bool) -> Iterator[Request]:
         """Yield held requests that may start now, the oldest first."""
         for request in tuple(self._waiting.values()):
-            key = _key_of(request)
+            key = self._key_of(request)
             if key in self._active or self.admits(request, now, is_alone=is_alone):
                 yield request
                 is_alone = False
@@ -163,8 +162,14 @@ class SessionGate:
             del self._active[key]
 
     def _session_of(self, request: Request) -> _Session | None:
-        key = _key_of(request)
+        key = self._key_of(request)
         return None if key is None else self._active.get(key)
+
+    def _key_of(self, request: Request) -> _Key | None:
+        name = request.spec.hints.session
+        if name is None or not self.has_limits:
+            return None
+        return (request.spec.domain, name)
 
     def _blocks_of(self, request: Request) -> int:
         return -(-request.num_tokens // self._block_size)
@@ -175,8 +180,3 @@ class _Session:
     num_blocks: int  # largest context so far
     last_s: float  # when it was last served
     num_running: int = 0
-
-
-def _key_of(request: Request) -> _Key | None:
-    name = request.spec.hints.session
-    return None if name is None else (request.spec.domain, name)

@@ -2,8 +2,8 @@
 
 Owns, for each waiting request, where its match ends in the prefix tree, and the index
 from places in the tree to requests: at which nodes matches end, and which block each
-needs next. `PrefixCache` tells it what changes in the tree; then only the requests that
-the change concerns move. Knows no order, no time and no reference counts.
+needs next. It watches what changes in the tree; then only the requests that the change
+concerns move. Knows no order, no time and no reference counts.
 
 A request's match ends in one node of the public path, and in one node of each private
 branch that leaves that path and fits. A block that is published can only lengthen the
@@ -18,12 +18,15 @@ found at admission.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import TypeVar
 
+from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from stemkv.core.prefix.tokens import TOKEN_BYTES, end_outside_span
 from stemkv.core.prefix.tree import Node, PrefixTree
+from stemkv.core.prefix.watcher import Publication, Watcher
 from stemkv.core.schedule.request import RequestId
 from stemkv.errors import InvariantError
 
@@ -34,12 +37,12 @@ _Item = TypeVar("_Item")
 _Place = tuple[int, Domain, bytes]  # parent's id, domain of a child, its first block
 
 
-class WaitingMatches:
+class WaitingMatches(Watcher):
     """The matches of all waiting requests, kept up to date by events of the tree."""
 
-    def __init__(self, tree: PrefixTree, block_size: int) -> None:
+    def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self._block_bytes = block_size * TOKEN_BYTES
+        self._block_bytes = tree.block_bytes
         self._entries: dict[RequestId, _Entry] = {}
         # Dicts are sets that keep their order: equal runs move requests in equal order.
         self._at: dict[int, dict[_End, None]] = {}  # by node id
@@ -149,9 +152,9 @@ class WaitingMatches:
         self._moved.clear()
         return moved
 
-    # Events of the tree, told after they happened
+    # What happens to nodes
 
-    def added(self, node: Node) -> None:
+    def added(self, node: Node, publication: Publication) -> None:
         """Follow a new node: those who want its first block match more."""
         if not self._entries:
             return
@@ -173,10 +176,11 @@ class WaitingMatches:
             family = (node.root().namespace, node.domain)
             self._match_again(self._families.get(family, ()))
 
-    def extended(self, node: Node, num_blocks_before: int) -> None:
+    def extended(self, node: Node, publication: Publication) -> None:
         """Follow a lengthened leaf."""
         if not self._entries:
             return
+        num_blocks_before = node.num_blocks - len(publication.block_ids)
         start = num_blocks_before * self._block_bytes
         block = node.edge[start : start + self._block_bytes]
         for end in tuple(self._want.get((node.id, node.domain, block), ())):
@@ -187,7 +191,7 @@ class WaitingMatches:
                 self._move(end, node, num, begin + num * self._block_bytes)
                 self._count(end.entry)
 
-    def split(self, upper: Node, lower: Node) -> None:
+    def split(self, upper: Node, lower: Node, now: float) -> None:
         """Follow a cut edge; the lower part kept its id. Nobody matches more or less."""
         cut = upper.num_blocks
         for end in tuple(self._at.get(lower.id, ())):
@@ -196,14 +200,16 @@ class WaitingMatches:
             else:
                 end.num_blocks -= cut
 
-    def merged(self, upper: Node, child: Node) -> None:
-        """Follow an undone cut; `upper` has left the tree, `child` has its blocks."""
-        for end in self._at.get(child.id, ()):
+    def merged(self, upper: Node, lower: Node, now: float) -> None:
+        """Follow an undone cut; `upper` has left the tree, `lower` has its blocks."""
+        for end in self._at.get(lower.id, ()):
             end.num_blocks += upper.num_blocks
         for end in tuple(self._at.get(upper.id, ())):
-            self._move(end, child, end.num_blocks, end.offset)
+            self._move(end, lower, end.num_blocks, end.offset)
 
-    def trimmed(self, node: Node) -> None:
+    def trimmed(
+        self, node: Node, block_ids: array[int], reason: DropReason, now: float
+    ) -> None:
         """Follow a leaf that lost tail blocks; with none left it has left the tree."""
         keep = node.num_blocks
         parent = node.parent
@@ -221,7 +227,7 @@ class WaitingMatches:
                 self._move(end, parent, parent.num_blocks, offset)
             self._count(end.entry)
 
-    def retired(self, namespace: bytes) -> None:
+    def retired(self, namespace: bytes, now: float) -> None:
         """Follow a fence: nothing in the namespace can be matched any more."""
         for (each, _), entries in tuple(self._families.items()):
             if each == namespace:
