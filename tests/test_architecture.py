@@ -144,6 +144,13 @@ CORE_IGNORANCE: dict[str, set[str]] = {
     "request": {"blocks", "cache", "policy", "order", "scheduler"},
     "order": {"blocks", "cache", "policy", "scheduler", "tree"},
     "cache": {"order", "plan", "request", "scheduler"},
+    "outbox": {"*"},
+    "epochs": {"blocks", "cache", "policy", "order", "scheduler", "tree"},
+    "running": {"blocks", "cache", "policy", "order", "scheduler", "tree"},
+    "coasting": {"blocks", "cache", "policy", "order", "scheduler", "tree"},
+    "step": {"blocks", "cache", "policy", "order", "scheduler", "tree"},
+    "followers": {"blocks", "policy", "order", "scheduler", "tree"},
+    "journal": {"blocks", "policy", "order", "scheduler", "tree"},
     "scheduler": {"blocks", "policy", "tree"},  # only through `PrefixCache`
 }
 

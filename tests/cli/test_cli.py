@@ -1,21 +1,22 @@
-"""The commands as a user types them: real processes, real model, real exit codes."""
+"""The commands as a user types them: real model, real exit codes, and a real process."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cli.traces import command, stemkv
+
 pytestmark = pytest.mark.model
 
 
-def stemkv(*arguments: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from stemkv.cli import main; main()", *arguments],
+        command(*arguments),
         capture_output=True,
         text=True,
         timeout=240,
@@ -27,7 +28,7 @@ def test_generate_prints_completions_cached_tokens_and_ttft(tmp_path: Path) -> N
     numbers = tmp_path / "numbers.json"
     story = "Once upon a time, in a small village by the sea, there lived a fisherman. "
 
-    done = stemkv(
+    done = in_a_process(
         "generate",
         f"--prompt={story}He",
         f"--prompt={story}She",
@@ -72,7 +73,7 @@ def test_what_cannot_be_served_ends_with_a_sentence_and_exit_code_2(
 ) -> None:
     done = stemkv(*arguments)
 
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -81,7 +82,7 @@ def test_a_broken_model_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
 
-    done = stemkv("generate", "--prompt=a", f"--model={broken}")
+    done = in_a_process("generate", "--prompt=a", f"--model={broken}")
 
     assert done.returncode == 2
     assert "BrokenModel" in done.stderr

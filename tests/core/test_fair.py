@@ -133,7 +133,8 @@ class PlainFair:
     def grant(self) -> None:
         everybody = self.waiting + self.unfinished
         wanting = {r.spec.owner for r in everybody}
-        saving = {r.spec.owner for r in everybody if r.request_id not in self.leaders}
+        ranked = self.waiting + (self.unfinished if self.pauses else [])
+        saving = {r.spec.owner for r in ranked if r.request_id not in self.leaders}
         for tenant in self.deficits:
             share = self.share(tenant)
             most = max(share, MOST_CREDIT) if tenant in saving else share

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -1715,6 +1716,25 @@ def test_one_token_that_a_preemption_left_to_compute_is_no_decode() -> None:
     assert not chunk.is_decode
     assert driver.plans[1].chunks[0].is_decode
     driver.finish()
+
+
+def test_what_a_commit_copies_does_not_grow_with_the_context() -> None:
+    def peak(num_prompt: int) -> int:
+        """Most bytes that a commit took, of steps that fill a block and that do not."""
+        driver = Driver(num_blocks=num_prompt, token_budget=num_prompt)
+        request = driver.add("r", "e" * num_prompt, max_new_tokens=64)
+        peaks = []
+        for now in range(10, 42):
+            plan = driver.scheduler.schedule(float(now))
+            result = StepResult({request.request_id: (Sample(1),)})
+            tracemalloc.start()
+            driver.scheduler.commit(plan, result, float(now))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        # The buffers are copied when they begin to grow, and once when they are full.
+        return sorted(peaks[16:])[-3]
+
+    assert peak(8000) < 2 * peak(400) < 16_000, "a copy of the tokens alone is 32,000"
 
 
 BAD_TIMES = [math.nan, math.inf, "1", None, True, -1.0]

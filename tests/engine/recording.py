@@ -46,6 +46,7 @@ def record(
         max_num_running=min(8, config.get("token_budget", 8)),
         num_threads=1,
         runs_self_test=False,
+        single_tenant=True,
     )
     file = io.StringIO()
     recorder = StepRecorder(file, model=loaded.name)

@@ -504,7 +504,7 @@ def test_a_request_of_an_unloaded_adapter_restarts_on_what_it_had(shelf: Shelf) 
     played.engine.update_weights(weights(1), in_flight=InFlight.RESTART)
     played.drain()
     assert_got(played, "early", replace(TRAINED, adapters=revision.adapters))
-    assert played.engine._adapters.loras == {}
+    assert played.engine._served.adapters.loras == {}
     assert_holds_only_current(played.engine)
 
 
@@ -986,7 +986,7 @@ class Rollout(RuleBasedStateMachine):
         self.nothing_of_the_old_is_left()
         assert self.checked == set(self.runs_on)
         assert_holds_only_current(self.engine)
-        assert set(self.engine._adapters.loras) == {
+        assert set(self.engine._served.adapters.loras) == {
             a.version for a in self.engine.adapters()
         }
         self.add(0, 5, 3, None, "b", 1, 0)  # whatever waits is made before this one
@@ -1008,7 +1008,7 @@ class Rollout(RuleBasedStateMachine):
         self.old -= namespaces(self.engine)
 
     def in_flight(self, adapter: str | None = None) -> list[str]:
-        ended = {child_id(c.request_id, c.sample) for c in self.engine._ended}
+        ended = {child_id(c.request_id, c.sample) for c in self.engine._outbox._ended}
         return [
             sample_id
             for sample_id in self.runs_on

@@ -261,6 +261,30 @@ def test_a_stop_string_in_the_prompt_can_be_meant() -> None:
     assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_STRING)
 
 
+@pytest.mark.parametrize("num_tokens", [10, 255, 256, 257, 5000])
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_looking_for_stop_strings_takes_no_longer_for_a_longer_prompt(
+    num_tokens: int, size: int
+) -> None:
+    decoded = 0
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+            nonlocal decoded
+            ids = list(ids)
+            decoded += len(ids)
+            return super().decode(ids, skip_special_tokens)
+
+    loaded = replace(bytewise(), tokenizer=Counting())
+    engine = build_engine(loaded, num_blocks=700)
+    filler = tokens([1] * num_tokens)
+    prompt = tokens([*filler, *b"x" * size])
+    stop = ("never", "x" * size)
+    with pytest.raises(StopInPrompt, match="xxx"[:size]):
+        engine.add(prompt, SamplingParams(max_new_tokens=1, stop=stop))
+    assert 0 < decoded <= max(256, 4 * size)
+
+
 def test_a_stop_string_that_only_output_and_prompt_form_together_is_not_one() -> None:
     loaded = bytewise()
     free = generate(loaded)

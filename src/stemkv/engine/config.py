@@ -30,6 +30,9 @@ class EngineConfig:
     max_num_running: int = 64
     reuses_prefixes: bool = True
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
+    # Whether requests that name no tenant are all one tenant's, "default"; else each of
+    # them shares with nobody.
+    single_tenant: bool = False
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     quotas: MemoryQuotas | None = None  # None: nobody has a floor or a cap
     order: OrderConfig = field(default_factory=OrderConfig)
@@ -65,6 +68,10 @@ class EngineConfig:
         _check_kind("eviction", self.eviction, EvictionConfig)
         if self.quotas is not None:
             _check_kind("quotas", self.quotas, MemoryQuotas)
+        if not isinstance(self.single_tenant, bool):
+            raise ConfigError(
+                f"single_tenant must be True or False, got {self.single_tenant!r:.80}"
+            )
         share = self.recheck_share
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 1:

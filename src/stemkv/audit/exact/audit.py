@@ -163,6 +163,7 @@ def _lab(loaded: LoadedModel, options: ExactOptions, make_engine: EngineMaker) -
         block_size=options.block_size,
         num_threads=torch.get_num_threads(),
         runs_self_test=False,
+        single_tenant=True,  # about bits, not about whose they are
     )
     # The only engine with a self-test: where it refuses to start, nothing is served.
     cold = Cold(

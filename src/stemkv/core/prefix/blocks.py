@@ -147,7 +147,7 @@ class BlockPool:
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Free published blocks that the prefix tree dropped."""
         published, free = self._published, self._free
-        num_free = len(free)
+        append, num_free = free.append, len(free)
         try:
             for block_id in block_ids:
                 if not published[block_id]:
@@ -156,7 +156,7 @@ class BlockPool:
                         f"{self.state(block_id).value}"
                     )
                 published[block_id] = 0
-                free.append(block_id)
+                append(block_id)
         finally:
             self._num_published -= len(free) - num_free
 

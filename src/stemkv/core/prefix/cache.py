@@ -30,7 +30,7 @@ from stemkv.core.prefix.keeper import Keeper, Waiting
 from stemkv.core.prefix.residency import Residency, descendants
 from stemkv.core.prefix.room import Demand, Room
 from stemkv.core.prefix.table import BlockCopy, BlockTable, Lease
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
 from stemkv.core.prefix.tree import Match, Node, PartialBlock
 from stemkv.core.prefix.watcher import Caller, Publication, Watcher
 from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
@@ -261,8 +261,8 @@ class PrefixCache:
         """
         check_now(now)
         tokens = token_buffer(tokens)
-        self._check_demand(demand, domain, len(tokens) // TOKEN_BYTES)
         match = self._match(namespace, domain, tokens)
+        self._check_demand(demand, domain, len(tokens) // TOKEN_BYTES)
         if self._room.num_missing(match, domain, demand):
             return None
         partial = match.partial
@@ -277,11 +277,7 @@ class PrefixCache:
             num_public_blocks=self.residency.num_public_blocks(namespace, tokens),
         )
         self.residency.begin()
-        partial = self._plant(lease, match, partial, now)
-        table = array("i")
-        if lease.node is not None:
-            for step in lease.node.path():
-                table.extend(step.block_ids)
+        partial, table = self._plant(lease, match, partial, now)
         num_published = len(table)
         num_fresh = self.num_blocks_for(demand.num_slots) - num_published
         table.extend(self._allocate(num_fresh, lease, now))
@@ -345,7 +341,11 @@ class PrefixCache:
         return True, (BlockCopy(source, target[0], offset) if offset else None)
 
     def publish(
-        self, lease: Lease, tokens: bytes | TokenIds, num_computed: int, now: float
+        self,
+        lease: Lease,
+        tokens: bytes | TokenBuffer | TokenIds,
+        num_computed: int,
+        now: float,
     ) -> int:
         """Make the whole blocks of `tokens[:num_computed]` matchable.
 
@@ -507,13 +507,10 @@ class PrefixCache:
         return tokens[: num_blocks * self.tree.block_bytes]
 
     def _check_demand(self, demand: Demand, domain: Domain, num_tokens: int) -> None:
-        check_domain(domain)
         if demand.num_slots < num_tokens:
             raise InvariantError(f"{demand.num_slots} slots for {num_tokens} tokens")
-        num_needed, num_most = (
-            self.num_blocks_for(demand.num_slots),
-            self.most_blocks(domain),
-        )
+        num_needed = self.num_blocks_for(demand.num_slots)
+        num_most = self.most_blocks(domain)
         if num_needed > num_most:
             raise PromptTooLong(
                 f"{demand.num_slots} tokens need {num_needed} blocks but the domain "
@@ -549,17 +546,18 @@ class PrefixCache:
 
     def _plant(
         self, lease: Lease, match: Match, partial: PartialBlock | None, now: float
-    ) -> PartialBlock | None:
-        """Pin what matched for the lease; return the copy's source.
+    ) -> tuple[PartialBlock | None, array[int]]:
+        """Pin what matched for the lease; return the copy's source and the blocks.
 
         Pins before anything is allocated, so that the allocation cannot evict it.
         """
+        table = array("i")
         if lease.namespace is None:
-            return None
+            return None, table
         node = match.node
         if node is None:
             lease.node = self.tree.root(lease.namespace)
-            return None
+            return None, table
         if match.num_node_blocks < node.num_blocks:
             lower = node
             node = self.residency.split(lower, match.num_node_blocks, now)
@@ -574,7 +572,9 @@ class PrefixCache:
             self.residency.pin(partial.node, now)
             self.residency.use(beyond, lease.caller, now)
         lease.node = node
-        return partial
+        for step in path:
+            table.extend(step.block_ids)
+        return partial, table
 
     def _publish_run(
         self, lease: Lease, domain: Domain, tokens: bytes, stop: int, now: float

@@ -391,7 +391,8 @@ class Residency:
                 end = self.blocks_outside_span(run.tokens, start + num_alike)
                 stop = end if end > start else stop
             run.keys = keys[: stop - start]
-        run.block_ids = run.block_ids[: stop - start]
+        if stop != run.stop:
+            run.block_ids = run.block_ids[: stop - start]
 
     def _evict_over_cap(self, domain: Domain, now: float) -> None:
         self.keeper.look_ahead(now)

@@ -40,9 +40,11 @@ class Admission:
         """Forget that nobody could start."""
         self._blocked_at = None
 
-    def try_to_start(self, pick: Pick, step: Step, now: float) -> bool:
+    def try_to_start(
+        self, request: Request, pick: Pick, step: Step, now: float
+    ) -> bool:
         """Start a waiting request if nothing is against it; else the order hears why."""
-        lives, request = self._lives, pick.request
+        lives = self._lives
         if not lives.epochs.is_open_to(request):
             # What it shall run on is not in place yet.
             lives.epochs.hold(request)
@@ -54,7 +56,7 @@ class Admission:
             lives.hold(request, WaitReason.SESSION, now)
             return False
         if len(lives.running) >= lives.max_num_running:
-            self._cannot_start(pick, WaitReason.PLACES, step, now)
+            self._cannot_start(request, pick, WaitReason.PLACES, step, now)
             return False
         if self._hold_for_leader(request, step, now):
             return False
@@ -73,7 +75,7 @@ class Admission:
         )
         if lease is None:
             self._note_stall(request, demand, now)
-            self._cannot_start(pick, WaitReason.MEMORY, step, now)
+            self._cannot_start(request, pick, WaitReason.MEMORY, step, now)
             return False
         lives.start(request, lease, now)
         return True
@@ -81,10 +83,15 @@ class Admission:
     # Private
 
     def _cannot_start(
-        self, pick: Pick, reason: WaitReason, step: Step, now: float
+        self,
+        request: Request,
+        pick: Pick,
+        reason: WaitReason,
+        step: Step,
+        now: float,
     ) -> None:
         lives, order = self._lives, self._lives.line.order
-        lives.journal.waits(pick.request, reason, now)
+        lives.journal.waits(request, reason, now)
         if not order.cannot_start(pick):
             return
         victim = order.yields_to(pick, lives.running.all)

@@ -101,7 +101,7 @@ class Results:
         if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
             # KV from which no sound logits followed must not be handed on.
             num_added = lives.cache.publish(
-                request.held, request.tokens, request.num_computed, now
+                request.held, request.growing_tokens, request.num_computed, now
             )
             lives.journal.published(request, num_added)
         if request.is_cancelled:

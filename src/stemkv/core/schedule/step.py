@@ -105,7 +105,7 @@ class Step:
             request_id=request.request_id,
             start=start,
             end=end,
-            tokens=request.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
+            tokens=request.growing_tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
             block_ids=request.held.table.snapshot(),
             num_samples=request.num_samples if is_last else 0,
             adapter=request.spec.adapter,

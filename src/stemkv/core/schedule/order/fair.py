@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stemkv.core.schedule.order.base import Pick
+from stemkv.core.schedule.order.base import C, Candidate, Pick
 from stemkv.core.schedule.order.keys import KeyOf
 from stemkv.core.schedule.order.queue import RequestQueue
 from stemkv.core.schedule.order.ranking import Ranking, Row, request_of
-from stemkv.core.schedule.request import Request, RequestId, RequestState
+from stemkv.core.schedule.request import RequestId, RequestState
 from stemkv.core.schedule.waiting import WaitingMatches
 
 __all__ = ["Fair"]
@@ -67,7 +67,7 @@ class Fair:
         self._weights = weights
         self._lapses = lapses
         self._tenants: dict[str, _Tenant] = {}
-        self._leaders: dict[RequestId, Request | None] = {}  # of those on hold
+        self._leaders: dict[RequestId, Candidate | None] = {}  # of those on hold
         self._in_lane: dict[RequestId, str] = {}  # unfinished, begun in a lane
         # In this step: tenants whose lane has to wait, and whether one is due.
         self._lanes_off: set[str] = set()
@@ -92,20 +92,20 @@ class Fair:
 
     # Requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a request that waits."""
         self._account(request.spec.owner).oldest.put(request, ())
         self._queue.add(request)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Rank its prefill among all that want chunks."""
         self._queue.start(request)
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Rank it anew."""
         self._queue.moved(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget it; a tenant with nothing left keeps its debt but no savings."""
         self._queue.remove(request)
         self._leaders.pop(request.request_id, None)
@@ -119,12 +119,12 @@ class Fair:
             if not tenant.deficit:
                 del self._tenants[name]
 
-    def hold(self, request: Request, leader: Request | None) -> None:
+    def hold(self, request: Candidate, leader: Candidate | None) -> None:
         """Leave it out until `release`; its lane serves its leader meanwhile."""
         self._queue.hold(request)
         self._leaders[request.request_id] = leader
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Rank it again."""
         del self._leaders[request.request_id]
         self._queue.release(request)
@@ -193,7 +193,7 @@ class Fair:
         self._someone_is_due = True
         return True
 
-    def yields_to(self, pick: Pick, running: Sequence[Request]) -> Request | None:
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
         """Return the newest of who is too far ahead of a pick that is due."""
         if len(running) < 2:
             return None
@@ -211,11 +211,11 @@ class Fair:
 
     # Questions
 
-    def first(self, num: int, now: float) -> Iterator[Request]:
+    def first(self, num: int, now: float) -> Iterator[Candidate]:
         """Yield the first ones by their keys."""
         return self._queue.first(num)
 
-    def victim(self, running: Sequence[Request]) -> Request:
+    def victim(self, running: Sequence[C]) -> C:
         """Return the newest of the tenant that was served most, but not the oldest."""
         return min(
             running[1:] or running,
@@ -280,7 +280,7 @@ class Fair:
             return Pick(request, lane=name)
         return Pick(request, most, name)
 
-    def _oldest(self, tenant: _Tenant) -> Request | None:
+    def _oldest(self, tenant: _Tenant) -> Candidate | None:
         """Return whom a lane serves: the oldest, or the leader that it waits for."""
         for row in tenant.oldest.rows():
             request = request_of(row)
@@ -316,7 +316,7 @@ class _Tenant:
         self.oldest = Ranking()  # all that wait or are unfinished, by arrival
 
 
-def _work_of(request: Request) -> int:
+def _work_of(request: Candidate) -> int:
     """Return what is left of its prefill, in thousandths of a token."""
     return (request.num_tokens - request.num_ready) * _MILLI
 
