@@ -45,14 +45,26 @@ def assert_life_changes_nothing(life: Life, num_rounds: int) -> None:
     assert sum(c.counts.reused for c in life.served.completions.values()) > 300
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("has_quotas", [False, True], ids=["pooled", "quotas"])
+@pytest.mark.parametrize(
+    "eviction, has_quotas",
+    [
+        pytest.param(
+            eviction,
+            has_quotas,
+            id=f"{name_of(eviction)}-{'quotas' if has_quotas else 'pooled'}",
+            marks=() if has_quotas == index % 2 else pytest.mark.slow,
+        )
+        for index, eviction in enumerate(POLICIES)
+        for has_quotas in (False, True)
+    ],
+)
 def test_every_policy_gives_the_tokens_and_logits_of_runs_without_reuse(
     eviction: EvictionConfig, has_quotas: bool
 ) -> None:
     # Each policy with another model, so that every model is met by some.
-    index = 2 * POLICIES.index(eviction) + has_quotas
-    loaded = tiny_once(sorted(TINY)[index % 4], DTYPES[index // 4 % 2])
+    index = POLICIES.index(eviction)
+    dtype = DTYPES[(index // 4 + has_quotas) % 2]
+    loaded = tiny_once(sorted(TINY)[index % 4], dtype)
     quotas = small_quotas(loaded) if has_quotas else None
 
     assert_life_changes_nothing(Life(loaded, eviction, seed=6, quotas=quotas), 16)

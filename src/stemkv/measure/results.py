@@ -275,6 +275,8 @@ class RequestResult:
     # prefill tokens that its tenant ran until its first token.
     own_backlog_tokens: int | None = None
     own_run_tokens: int | None = None
+    # What of the former was cached, or computed, when it came and was evicted since.
+    own_lost_tokens: int | None = None
     backlog_tokens: int | None = None  # the same of all tenants
     run_tokens: int | None = None
 
@@ -284,6 +286,14 @@ class RequestResult:
         if self.own_run_tokens is None or self.own_backlog_tokens is None:
             return None
         return self.own_run_tokens / max(1, self.own_backlog_tokens)
+
+    @property
+    def wait_ratio_with_lost(self) -> float | None:
+        """The same, with what was evicted of the work ahead counted as ahead."""
+        if self.own_run_tokens is None or self.own_backlog_tokens is None:
+            return None
+        ahead = self.own_backlog_tokens + (self.own_lost_tokens or 0)
+        return self.own_run_tokens / max(1, ahead)
 
     @property
     def wait_ratio_of_all(self) -> float | None:

@@ -94,6 +94,7 @@ class RequestRows:
             },
             own_backlog_tokens=None if share is None else share.own_backlog,
             own_run_tokens=None if share is None else share.own_run,
+            own_lost_tokens=None if share is None else share.own_lost,
             backlog_tokens=None if share is None else share.backlog,
             run_tokens=None if share is None else share.run,
         )
