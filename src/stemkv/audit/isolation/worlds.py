@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.events import CacheEvent
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.sharing import Sharing, SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
@@ -191,12 +192,25 @@ class World:
         return self.engine.cache.peek(namespace, domain, prompt.buffer).num_tokens
 
     def seen_by(self, tenant: str) -> tuple[str, ...]:
-        """Return the events that concern the tenant, complete, one a line."""
+        """Return the events that concern the tenant, one a line.
+
+        Complete but for block ids: which blocks are free next tells of everybody's
+        traffic, so ids, as block tables, are the operator's.
+        """
         own: Set[RequestId] = self._own.get(tenant, frozenset())
         domain = self.setting.sharing.domain(tenant)
         return tuple(
-            repr(event) for event in self._events if visible_to(event, own, domain)
+            as_seen(event) for event in self._events if visible_to(event, own, domain)
         )
+
+
+def as_seen(event: Event) -> str:
+    """Return all that a tenant may see of an event: blocks as a number."""
+    if not isinstance(event, CacheEvent):
+        return repr(event)
+    return repr(
+        (type(event), event.now, event.namespace, event.domain, event.num_blocks)
+    )
 
 
 def visible_to(event: Event, own: Set[RequestId], domain: Domain | None) -> bool:
