@@ -276,8 +276,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     _equal("requests that coast", scheduler.num_coasting, len(coasting))
     _require(stepping == lives.running.stepping, "who steps is not who does not coast")
-    num_places = sum(request.num_places for request in running)
-    _equal("places taken", lives.running.num_places, num_places)
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)

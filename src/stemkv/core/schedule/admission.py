@@ -55,9 +55,8 @@ class Admission:
             lives.sessions.hold(request)
             lives.hold(request, WaitReason.SESSION, now)
             return False
-        num_places = lives.running.num_places + request.num_places_needed
-        if num_places > self._config.max_num_running:
-            self._cannot_start(request, pick, WaitReason.PLACES, now)
+        if len(lives.running) >= lives.max_num_running:
+            self._cannot_start(request, pick, WaitReason.PLACES, step, now)
             return False
         if self._hold_for_leader(request, step, now):
             return False
@@ -76,7 +75,7 @@ class Admission:
         )
         if lease is None:
             self._note_stall(request, demand, now)
-            self._cannot_start(request, pick, WaitReason.MEMORY, now)
+            self._cannot_start(request, pick, WaitReason.MEMORY, step, now)
             return False
         lives.start(request, lease, now)
         return True
@@ -84,12 +83,20 @@ class Admission:
     # Private
 
     def _cannot_start(
-        self, request: Request, pick: Pick, reason: WaitReason, now: float
+        self,
+        request: Request,
+        pick: Pick,
+        reason: WaitReason,
+        step: Step,
+        now: float,
     ) -> None:
-        lives = self._lives
+        lives, order = self._lives, self._lives.line.order
         lives.journal.waits(request, reason, now)
-        if not lives.line.order.cannot_start(pick):
-            lives.line.order.pass_over(pick)
+        if not order.cannot_start(pick):
+            return
+        victim = order.yields_to(pick, lives.running.all)
+        if victim is not None:
+            lives.take_back(victim, step, now)
         elif not lives.followers.holds and not lives.sessions.has_limits:
             # Who is held may go on for reasons that are no part of this state.
             self._blocked_at = self._state()
@@ -142,7 +149,6 @@ class Admission:
             lives.num_added,
             len(lives.line),
             lives.running.num_moves,
-            lives.running.num_places,  # a sample may end and leave all to others
             cache.num_available_blocks,
             cache.num_lendable_blocks,
             cache.tree.num_nodes,

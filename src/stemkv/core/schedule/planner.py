@@ -137,11 +137,7 @@ class Planner:
                         step.copies.append(copy)
                     return True
             victim = self._order.victim(lives.running.all)
-            if victim.is_coasting:
-                lives.wake(victim)
-                step.budget += 1  # what was kept for it
-            step.drop(victim)
-            lives.preempt(victim, now)
+            lives.take_back(victim, step, now)
             step.has_preempted = True
             if victim is request:
                 return False

@@ -201,7 +201,6 @@ class Request:
         "num_cached",
         "num_computed",
         "num_counted",
-        "num_places",
         "num_preemptions",
         "num_public",
         "num_steps_awaiting",
@@ -230,7 +229,6 @@ class Request:
         self.num_computed = 0  # leading tokens whose KV is in the table
         self.num_counted = 0  # leading tokens that `counts` has seen
         self.counts = TokenCounts()
-        self.num_places = 0  # of `max_num_running`, while it runs
         self.num_preemptions = 0
         self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
         self.is_cancelled = False  # cancelled while its step was in flight
@@ -310,7 +308,7 @@ class Request:
         return Waiting(self.namespace, self.spec.domain, self.tokens)
 
     @property
-    def num_places_needed(self) -> int:
+    def num_samples(self) -> int:
         """How many requests this one is, or will be once it forks."""
         if self.num_output_tokens or self.sample:
             return 1

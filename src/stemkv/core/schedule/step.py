@@ -107,7 +107,7 @@ class Step:
             end=end,
             tokens=request.growing_tokens[start * TOKEN_BYTES : end * TOKEN_BYTES],
             block_ids=request.held.table.snapshot(),
-            num_samples=request.num_places_needed if is_last else 0,
+            num_samples=request.num_samples if is_last else 0,
             adapter=request.spec.adapter,
             is_decode=not request.is_unfinished,
             start_position=request.spec.start_position,

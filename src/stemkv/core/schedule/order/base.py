@@ -113,14 +113,17 @@ class Order(Protocol):
         `is_last`: there is no more of its prefill to plan, in this step or ever.
         """
 
-    def pass_over(self, pick: Pick) -> None:
-        """Hear that a pick gets no chunk in this step."""
-
     def cannot_start(self, pick: Pick) -> bool:
         """Hear that there is no memory or place for a waiting pick now.
 
         Returns whether nobody else may start either in this step, so that what becomes
-        free is left for it; else it is passed over.
+        free is left for it; else the order passes it over and picks another.
+        """
+
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Return who is preempted for a pick that nobody may pass; `None`: it waits.
+
+        Of the running ones, sorted by arrival, never the first.
         """
 
     def decoded(self, tenant: str, num_tokens: int) -> None:

@@ -103,14 +103,14 @@ class Dfs:
         """Leave it out for the rest of the step."""
         self._passed.add(pick.request.request_id)
 
-    def pass_over(self, pick: Pick) -> None:
-        """Leave it out for the rest of the step."""
-        self._passed.add(pick.request.request_id)
-
     def cannot_start(self, pick: Pick) -> bool:
         """Let nobody overtake it."""
         self._admits = False
         return True
+
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Let it wait until somebody ends."""
+        return None
 
     def decoded(self, tenant: str, num_tokens: int) -> None:
         """Nobody pays."""

@@ -42,6 +42,7 @@ class RequestQueue:
         self._unfinished = Ranking()  # by arrival, if they are not paused
         self._held: dict[RequestId, Candidate] = {}
         self._passed: set[RequestId] = set()  # in this step
+        self._barred: set[str] = set()  # in this step: tenants of whom nobody may start
         self._group_of: dict[RequestId, Group] = {}
         self._admits = True
         self._num_waiting = 0
@@ -101,8 +102,9 @@ class RequestQueue:
 
     def begin(self, *, admits: bool) -> None:
         """Begin a step; without `admits` nobody who waits is a candidate."""
-        if admits != self._admits:
+        if admits != self._admits or self._barred:
             self._admits = admits
+            self._barred.clear()
             self._forget_heads()
         if self._passed:
             for request_id in self._passed:
@@ -114,6 +116,11 @@ class RequestQueue:
     def stop_admitting(self) -> None:
         """Let nobody start who has not in this step."""
         self._admits = False
+        self._forget_heads()
+
+    def pass_tenant(self, tenant: str) -> None:
+        """Let nobody of a tenant start who has not in this step."""
+        self._barred.add(tenant)
         self._forget_heads()
 
     def pass_over(self, request: Candidate) -> None:
@@ -128,7 +135,10 @@ class RequestQueue:
         return (
             request.request_id not in self._passed
             and request.request_id not in self._held
-            and (self._admits or request.state is RequestState.RUNNING)
+            and (
+                self._may_start(request.spec.owner)
+                or request.state is RequestState.RUNNING
+            )
         )
 
     def to_go_on(self) -> Candidate | None:
@@ -143,13 +153,16 @@ class RequestQueue:
         found: list[Group] = []
         for group in self._groups.values():
             if not group.knows_head:
-                group.head = group.first(
-                    self._passed, admits=self._admits, in_public=False
-                )
+                admits = self._may_start(group.tenant)
+                group.head = group.first(self._passed, admits=admits, in_public=False)
                 group.knows_head = True
             if group.head is not None:
                 found.append(group)
         return found
+
+    def tenants(self) -> set[str]:
+        """Return who has a request that is not on hold."""
+        return {group.tenant for group in self._groups.values()}
 
     def best(self, groups: Sequence[Group]) -> Candidate:
         """Return which of some groups' first candidates is next; there is one."""
@@ -157,7 +170,8 @@ class RequestQueue:
             # By what is public it may be another one of the same group that counts.
             public = []
             for group in groups:
-                row = group.first(self._passed, admits=self._admits, in_public=True)
+                admits = self._may_start(group.tenant)
+                row = group.first(self._passed, admits=admits, in_public=True)
                 assert row is not None, "both rankings have the same requests"
                 public.append((row, group.domain))
             domain = min(public)[1]
@@ -188,6 +202,9 @@ class RequestQueue:
         return iter([request_of(row) for row in islice(rows, num)])
 
     # Private
+
+    def _may_start(self, tenant: str) -> bool:
+        return self._admits and tenant not in self._barred
 
     def _forget_heads(self) -> None:
         for group in self._groups.values():

@@ -71,14 +71,14 @@ class Ranked:
         """Leave it out for the rest of the step: its chunk was all that fits."""
         self._queue.pass_over(pick.request)
 
-    def pass_over(self, pick: Pick) -> None:
-        """Leave it out for the rest of the step."""
-        self._queue.pass_over(pick.request)
-
     def cannot_start(self, pick: Pick) -> bool:
         """Let nobody overtake it."""
         self._queue.stop_admitting()
         return True
+
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Let it wait until somebody ends."""
+        return None
 
     def decoded(self, tenant: str, num_tokens: int) -> None:
         """Nobody pays."""
