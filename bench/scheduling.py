@@ -13,7 +13,7 @@ default order `fair`:
   prefixes that do not fit), work that was cached and had to be computed after all counts
   as ahead.
 - S4: two backlogged tenants are never further apart than three quanta, and when memory is
-  short than five and the largest prompt; light tenants are better off than with `fcfs`.
+  short than six and the largest prompt; light tenants are better off than with `fcfs`.
 - S5: nothing is lost at half the load, and with few agents.
 - S6: what ordering costs: microseconds of CPU a step with 1,000 and 4,000 waiting.
 - S7: agents whose sessions together exceed memory: throughput against `fcfs`, and, as
@@ -69,7 +69,7 @@ UNPAUSED = OrderConfig(pauses_prefills=False)
 
 SLACK = 0.5  # of the wait bound, beside k
 MAX_GAP_QUANTA = 3.0
-MAX_SHORT_GAP_QUANTA = 5.0  # beside the largest prompt
+MAX_SHORT_GAP_QUANTA = 6.0  # beside the largest prompt
 _WARM_UP = 50  # steps
 MAX_STEP_US = {1_000: 50.0, 4_000: 200.0}
 
