@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from stemkv.engine import LoadedModel, load
 from tests.cli.traces import command, stemkv
 
 pytestmark = pytest.mark.model
@@ -51,6 +55,22 @@ def test_generate_prints_completions_cached_tokens_and_ttft(tmp_path: Path) -> N
     assert rows[1]["num_inherited_tokens"] == first["num_prompt_tokens"]
 
 
+@pytest.fixture(scope="module")
+def _model_is_loaded_once() -> Iterator[None]:
+    load_model = load.load_model
+
+    @cache
+    def loaded(model: Path | None, dtype: torch.dtype | None) -> LoadedModel:
+        return load_model(model, dtype=dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            load, "load_model", lambda model, *, dtype, progress: loaded(model, dtype)
+        )
+        yield
+
+
+@pytest.mark.usefixtures("_model_is_loaded_once")
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -82,8 +102,8 @@ def test_a_broken_model_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
 
-    done = in_a_process("generate", "--prompt=a", f"--model={broken}")
+    done = stemkv("generate", "--prompt=a", f"--model={broken}")
 
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "BrokenModel" in done.stderr
     assert str(broken) in done.stderr.replace("\n", "")

@@ -23,10 +23,11 @@ from transformers import (
 )
 
 from stemkv.core import CostModel, RequestId, TokenIds
-from stemkv.engine import Engine, EngineConfig, LoadedModel, wrap_model
+from stemkv.engine import Engine, LoadedModel, wrap_model
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import EXACT, Numerics, fitted
 from stemkv.engine.runner import ModelRunner
+from tests.knobs import engine_config
 
 __all__ = [
     "TINY",
@@ -172,7 +173,7 @@ def build_engine(
         single_tenant=True,
     )
     return Engine(
-        loaded, EngineConfig(**settings | config), on_logits=on_logits, costs=costs
+        loaded, engine_config(**settings | config), on_logits=on_logits, costs=costs
     )
 
 

@@ -45,6 +45,7 @@ from tests.engine.models import (
 )
 from tests.engine.recording import record
 from tests.engine.serving import assert_idle
+from tests.knobs import engine_config
 
 LOADED = ("llama-group1", torch.float32)
 
@@ -647,7 +648,7 @@ def test_a_prefix_outside_the_vocabulary_is_not_made_public() -> None:
 )
 def test_a_bad_setting_is_refused_with_its_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
-        Engine(tiny_once(*LOADED), EngineConfig(**{field: value}))
+        Engine(tiny_once(*LOADED), engine_config(**{field: value}))
 
 
 def test_memory_that_holds_no_block_is_refused_with_the_numbers() -> None:
@@ -713,7 +714,7 @@ def test_usage_goes_up_while_serving_and_back_to_what_is_cached() -> None:
 def test_steps_are_recorded_with_what_they_computed() -> None:
     seconds = count()
     loaded = tiny_once(*LOADED)
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 64, 16),
         token_budget=30,
         max_num_running=8,

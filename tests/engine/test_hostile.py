@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -211,6 +212,14 @@ def test_a_clock_that_gives_no_seconds_is_refused_and_nothing_is_lost(
     with pytest.raises(ConfigError, match="clock must give finite seconds"):
         engine.step()
     assert_unharmed(engine)
+
+
+def test_a_clock_that_goes_back_is_refused(busy: Engine) -> None:
+    busy._clock._read = lambda: 0.0
+    with pytest.raises(ConfigError, match="clock must not go back, gave 0"):
+        busy.step()
+    busy._clock._read = monotonic
+    assert_unharmed(busy)
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from stemkv.core import FinishReason
 from stemkv.core.books.entry import LedgerEntry
@@ -90,16 +88,13 @@ def test_each_token_has_its_delta_and_the_end_has_one() -> None:
         assert ear.text("r", completion.sample) == completion.text != ""
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), data=st.data())
-def test_texts_told_are_the_text_of_the_completion_and_are_never_taken_back(
-    seed: int, data: st.DataObject
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_told_are_the_text_of_the_completion_and_hold_no_stop_string(
+    seed: int,
 ) -> None:
-    """Also where a stop string begins, goes on over tokens, and ends or does not."""
+    """One that begins and goes on otherwise, and one that comes."""
     free = build_engine(bytewise()).generate([PROMPT], params(seed=seed))[0].text
-    start = data.draw(st.integers(0, len(free) - 1))
-    size = data.draw(st.integers(1, 6))
-    stop = (free[start : start + size], free[start : start + 2] + "never")
+    stop = (free[1:3] + "never", free[5:8])
     engine = build_engine(bytewise())
     ear = Ear(engine)
     wanted = params(seed=seed, stop=stop, allows_stop_in_prompt=True)

@@ -89,7 +89,7 @@ def flip_bit(
     tenant: str = "a",
 ) -> None:
     """Flip one bit of a cached token's key (part 0) or value (part 1)."""
-    size = engine.config.block_size
+    size = engine.config.core.cache.block_size
     namespace = engine.namespace_of(adapter)
     assert namespace is not None
     match = engine.cache.tree.match(

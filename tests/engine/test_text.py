@@ -139,6 +139,33 @@ def test_text_ends_before_the_first_stop_string(
     assert_stops_like_a_search_of_the_whole_text(BYTES, ids, tuple(stop))
 
 
+@given(
+    st.lists(st.sampled_from([*b"abc", *HALF, 256, 300]), max_size=14),
+    st.lists(
+        st.text(st.sampled_from("abc\N{EURO SIGN}"), min_size=1, max_size=4),
+        max_size=3,
+    ),
+)
+@example([97, 98, 97, 98, 99], ["abc"])
+@example([97, 97, 97, 98], ["aab", "ab"])
+def test_what_is_final_is_never_taken_away_and_all_else_might_be(
+    ids: list[int], stop: list[str]
+) -> None:
+    text = OutputText(BYTES, tuple(stop))
+    final = ""
+    for token in ids:
+        has_stopped = text.append(token)
+        assert text.text.startswith(final)
+        final = text.text[: text.num_final]
+        if has_stopped:
+            break
+        held = text.text[text.num_final :]
+        assert not held or any(each.startswith(held) for each in stop)
+    else:
+        text.finish()
+    assert text.text.startswith(final)
+
+
 @pytest.mark.parametrize(
     "pieces, stop, expected",
     [

@@ -33,6 +33,9 @@ from stemkv.core import (
 from stemkv.core.books.cost import FittedCost, StepShape
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
+from stemkv.core.retention.memory import MemoryQuota
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
+from stemkv.core.retention.policies import OBJECTIVES
 from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import (
     RequestAdmitted,
@@ -47,11 +50,11 @@ from stemkv.measure.results import GIB, LatencySummary, ReplayResult, to_json
 from stemkv.sim.arrivals import Arrivals, LoadConfig, public_tokens
 from stemkv.sim.config import ROUTINGS, ReplayConfig
 from stemkv.sim.hinting import HINTS, HintRule
-from stemkv.sim.policies import OBJECTIVES, ONLINE_EVICTIONS
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import _Loop, replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest
+from tests.knobs import replay_config
 from tests.seeds import slow
 
 COSTS = FittedCost(
@@ -147,18 +150,15 @@ class NaiveDriver:
                 self._start(replica, now)
 
     def _replica(self, config: ReplayConfig) -> NaiveReplica:
-        quotas = None
-        if config.quotas is not None:
-            block_bytes = config.block_size * COSTS.bytes_per_token
-            quotas = config.quotas.in_blocks(config.sharing, block_bytes)
-        make_policy = config.policy().make(config.cache(), COSTS)
+        core = config.of_replica(config.block_size * COSTS.bytes_per_token)
+        make_policy = core.eviction.make(core.cache, COSTS)
         cache = PrefixCache(
-            config.cache(), Retention.of(make_policy, config.cache(), quotas)
+            core.cache, Retention.of(make_policy, core.cache, core.quotas)
         )
         for namespace, prefix in public_tokens(self._trace, config.sharing):
             cache.declare_public(namespace, prefix)
         scheduler = Scheduler(
-            config.limits(), cache, config.order.make(COSTS), costs=COSTS
+            core.scheduler, cache, core.order.make(COSTS), costs=COSTS
         )
         return NaiveReplica(cache, scheduler)
 
@@ -271,7 +271,7 @@ def settings_of(seed: int) -> ReplayConfig:
     num_running = rng.choice([1, 3, 8])
     block_size = rng.choice([4, 4, 16])
     num_blocks = rng.choice([14, 20, 60]) * 4 // block_size
-    config = ReplayConfig(
+    config = replay_config(
         num_blocks=num_blocks,
         block_size=block_size,
         token_budget=rng.choice([8, 16, 256]),
@@ -552,7 +552,7 @@ TAMPERS: dict[str, Tamper] = {
 
 
 def tampered() -> _Loop:
-    config = ReplayConfig(
+    config = replay_config(
         num_blocks=20, block_size=4, token_budget=16, max_num_running=8
     )
     return _Loop(traffic(2), config, COSTS)
@@ -636,7 +636,7 @@ def config_of(**changes: object) -> ReplayConfig:
         "token_budget": 256,
         "max_num_running": 8,
     }
-    return ReplayConfig(**(values | changes))  # type: ignore[arg-type]
+    return replay_config(**(values | changes))  # type: ignore[arg-type]
 
 
 CLOSED = LoadConfig(loop="closed")

@@ -15,13 +15,13 @@ from stemkv.measure.results import GIB, to_json
 from stemkv.measure.value import ValueResult, ValueRun, value_run
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.catalogue import device_named, model_named
-from stemkv.sim.config import ReplayConfig
 from stemkv.sim.pricing import num_blocks, roofline
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.value import ValueConfig, study_value
 from stemkv.sim.workloads.worked_example import worked_example
+from tests.knobs import replay_config
 
 
 def costs() -> RooflineCost:
@@ -252,7 +252,7 @@ def mix(num_requests: int, share: float, *, num_tenants: int = 4) -> Trace:
 
 
 def served(trace: Trace, blocks: int) -> float:
-    config = ReplayConfig(num_blocks=blocks, load=LoadConfig(rate=1e9))
+    config = replay_config(num_blocks=blocks, load=LoadConfig(rate=1e9))
     return len(trace.requests) / replay(trace, config, costs()).end_s
 
 
@@ -322,7 +322,7 @@ def test_an_idle_prefix_lives_for_the_retention_time(
                     )
                 )
         requests.sort(key=lambda request: request.arrival_s)
-        config = ReplayConfig(
+        config = replay_config(
             num_blocks=blocks, sharing=SharingRule(name="shared"), eviction=eviction
         )
         result = replay(dataclasses.replace(trace, requests=requests), config, costs())

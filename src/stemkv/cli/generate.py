@@ -53,9 +53,10 @@ def run_generate(
     memory = settings.memory
     config = replace(
         config,
+        core=memory.core,
+        quotas=memory.quotas,
         sharing=settings.sharing,
         single_tenant=True,  # one person at a terminal
-        **memory.as_engine_fields(),
     )
     engine = Engine(loaded, config, costs=memory.costs)
     for prefix in settings.public:

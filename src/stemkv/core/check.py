@@ -52,6 +52,9 @@ def check_pool(pool: BlockPool) -> None:
             state is not BlockState.PUBLISHED or pool.ref_count(block_id) == 0,
             f"published block {block_id} has private references",
         )
+    counts = (pool.ref_count(block_id) for block_id in range(pool.num_total))
+    num_shares = sum(count - 1 for count in counts if count)
+    _equal("references beyond the first", pool.num_shares, num_shares)
     _equal("free blocks", pool.num_free, states[BlockState.FREE])
     _equal("private blocks", pool.num_private, states[BlockState.PRIVATE])
     _equal("published blocks", pool.num_published, states[BlockState.PUBLISHED])

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from stemkv.core.core import Core
 from stemkv.core.prefix.cache import PrefixCache
 from stemkv.core.prefix.identities import LoadedAdapter
 from stemkv.core.prefix.sharing import SharingPolicy
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.clock import Clock
 from stemkv.engine.door import Door
 from stemkv.engine.loop import StepLoop
@@ -35,7 +35,7 @@ class Changes:
     def __init__(
         self,
         loop: StepLoop,
-        scheduler: Scheduler,
+        core: Core,
         served: Served,
         namespaces: Namespaces,
         door: Door,
@@ -44,7 +44,7 @@ class Changes:
         clock: Clock,
     ) -> None:
         self._loop = loop
-        self._scheduler = scheduler
+        self._core = core
         self._served = served
         self._identities = served.identities
         self._namespaces = namespaces
@@ -150,7 +150,7 @@ class Changes:
         """Make namespaces unmatchable, also for the requests in flight."""
         self._namespaces.leave(namespaces)
         for namespace in namespaces:
-            self._scheduler.retire(namespace, now)
+            self._core.retire(namespace, now)
 
     # Private
 
@@ -167,7 +167,7 @@ class Changes:
 
         with self._change():
             self.retire(self._identities.replace_base(change.plan()), now)
-            epoch = self._scheduler.fence()
+            epoch = self._core.fence()
             self._requests.meet(in_flight, now)
             self._loop.rollouts.add(epoch, put_in_place)
         return self._identities.generation

@@ -20,13 +20,15 @@ class Clock:
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
-        self.last_s = 0.0  # what it said last
+        self.last_s = -math.inf  # what it said last
 
     def now(self) -> float:
-        """Return seconds; raises `ConfigError` if the clock gives none."""
+        """Return seconds; raises `ConfigError` if the clock gives none, or goes back."""
         now = self._read()
         if not is_seconds(now):
             raise ConfigError(f"clock must give finite seconds, gave {now!r:.80}")
+        if now < self.last_s:
+            raise ConfigError(f"clock must not go back, gave {now} after {self.last_s}")
         self.last_s = now
         return now
 

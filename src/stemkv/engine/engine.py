@@ -19,21 +19,18 @@ import torch
 
 from stemkv.core.books.cost import CostModel
 from stemkv.core.books.entry import LedgerEntry
-from stemkv.core.books.ledger import Ledger
-from stemkv.core.prefix.cache import CacheUsage, DomainUsage, PrefixCache
+from stemkv.core.core import Core, Recorder
+from stemkv.core.prefix.cache import CacheUsage, DomainUsage
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identities import LoadedAdapter
 from stemkv.core.prefix.identity import PUBLIC, ComputeIdentity, Domain
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
-from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.request import RequestId
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.changes import Changes
 from stemkv.engine.clock import Clock, is_seconds
 from stemkv.engine.config import EngineConfig
-from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.delta import Delta
 from stemkv.engine.door import Door, check_id, listed
 from stemkv.engine.embedding import EmbeddedPrompt
@@ -42,7 +39,6 @@ from stemkv.engine.loop import StepLoop
 from stemkv.engine.namespaces import Namespaces
 from stemkv.engine.outbox import Outbox
 from stemkv.engine.recheck import RecheckCounts, Rechecks, Verdict
-from stemkv.engine.recorder import StepRecorder
 from stemkv.engine.rollout import InFlight, RequestsInFlight
 from stemkv.engine.samples import Completion, LiveSamples, Progress
 from stemkv.engine.sampling import SamplingParams
@@ -56,8 +52,6 @@ __all__ = ["Engine", "ResetReport"]
 _log = logging.getLogger(__name__)
 
 _MAX_STEP_RECORDS = 100_000
-_HISTORY_SIZE = 8  # blocks a ledger remembers for each block there is
-_MAX_IDLE_ACCOUNTS = 1024  # of tenants that hold nothing; what others held is one sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +71,8 @@ class Engine:
 
     Takes ownership of `loaded.model`: its linears are packed in place. `clock` gives
     seconds and must not go back. With `costs` the engine keeps books (`ledger`) in its
-    prices, and eviction can save seconds (`EngineConfig.eviction`). `recorder` writes a
-    step log.
+    prices, and eviction can save seconds (`EngineConfig.eviction`). `recorder`
+    hears every verb of the core: `StepRecorder` writes a step log.
 
     Who listens: `on_logits(request id of the sample, output index, logits row)` sees
     every row that is sampled from, before it is. `on_event` gets every event of the
@@ -104,14 +98,15 @@ class Engine:
         on_logits: Callable[[RequestId, int, torch.Tensor], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
         on_delta: Callable[[Delta], None] | None = None,
-        recorder: StepRecorder | None = None,
+        recorder: Recorder | None = None,
         costs: CostModel | None = None,
         on_entry: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
         _check_kind("loaded", loaded, LoadedModel, "`load_model` makes one")
         _check_kind("config", self.config, EngineConfig, "give its fields by name")
-        settings = CoreSettings.of(self.config, loaded, costs)  # or say what is wrong
+        core = self.config.core_of(loaded)
+        core.check(costs)  # or say what is wrong
         self.loaded = loaded
         self.on_logits = on_logits
         self.on_event = on_event
@@ -119,16 +114,17 @@ class Engine:
         self.on_entry = on_entry
         self._clock = Clock(clock)
         torch.set_num_threads(self.config.num_threads or default_num_threads())
-        self._served = Served(loaded, self.config, num_blocks=settings.cache.num_blocks)
+        self._served = Served(loaded, self.config, num_blocks=core.cache.num_blocks)
         self.kv = self._served.kv
-        self.ledger = None if costs is None else self._make_ledger(costs)
-        self.cache, self.scheduler = self._make_core(settings, recorder)
+        self.core = Core(core, costs, recorder=recorder)
+        self.cache, self.scheduler = self.core.cache, self.core.scheduler
+        self.ledger = self.core.ledger
         self._identities = self._served.identities
         self._samples = LiveSamples(loaded)
         self._outbox = Outbox(self, self._samples, self.ledger)
         self._namespaces = Namespaces(
             self._identities,
-            self.cache,
+            self.core,
             ledger=self.ledger,
             reuses_prefixes=self.config.reuses_prefixes,
         )
@@ -139,11 +135,11 @@ class Engine:
             self._served.runner,
             share=self.config.recheck_share,
             rng=random.Random(self.config.recheck_seed),
-            token_budget=self.config.token_budget,
+            token_budget=core.scheduler.token_budget,
         )
         self._loop = StepLoop(
             self,
-            self.scheduler,
+            self.core,
             self._served,
             self._samples,
             self._outbox,
@@ -152,43 +148,16 @@ class Engine:
         )
         self._changes = Changes(
             self._loop,
-            self.scheduler,
+            self.core,
             self._served,
             self._namespaces,
             self._door,
             RequestsInFlight(
-                self.scheduler, self._samples, self._namespaces, self._door.domain_of
+                self.core, self._samples, self._namespaces, self._door.domain_of
             ),
             self._rechecks,
             self._clock,
         )
-
-    def _make_ledger(self, costs: CostModel) -> Ledger:
-        return Ledger(
-            self.config.block_size,
-            costs,
-            max_history_blocks=_HISTORY_SIZE * self.kv.num_blocks,
-            max_idle_accounts=_MAX_IDLE_ACCOUNTS,
-        )
-
-    def _make_core(
-        self, settings: CoreSettings, recorder: StepRecorder | None
-    ) -> tuple[PrefixCache, Scheduler]:
-        if recorder is not None:
-            return recorder.make_core(settings, ledger=self.ledger)
-        cache = PrefixCache(
-            settings.cache,
-            Retention.of(settings.make_policy, settings.cache, settings.quotas),
-            watchers=() if self.ledger is None else (self.ledger,),
-        )
-        scheduler = Scheduler(
-            settings.scheduler,
-            cache,
-            settings.make_order(),
-            costs=settings.costs,
-            ledger=self.ledger,
-        )
-        return cache, scheduler
 
     # Questions
 
@@ -355,7 +324,7 @@ class Engine:
                 f"begins with it; declare it first, or say which tenant's it is"
             )
         now = self._clock.now()
-        return self.cache.keep(namespace, domain, prefix, until=now + for_s, now=now)
+        return self.core.keep(namespace, domain, prefix, until=now + for_s, now=now)
 
     def end_session(
         self,
@@ -372,7 +341,7 @@ class Engine:
         Hints(session=session)  # says what is wrong with it
         domain = self._door.domain(self._door.owner(tenant), request_class)
         if domain is not None:
-            self.cache.end_session(domain, session, self._clock.now())
+            self.core.end_session(domain, session, self._clock.now())
 
     # Verbs: requests
 
@@ -425,7 +394,7 @@ class Engine:
             num_samples=spec.num_samples,
         )
         try:
-            self.scheduler.add(spec)
+            self.core.add(spec)
         except BaseException:  # an interruption, as all that can be refused was checked
             if self.scheduler.request(spec.request_id) is None:
                 self._samples.drop(samples)
@@ -441,7 +410,7 @@ class Engine:
         """
         now = self._clock.now()
         num_cancelled = sum(
-            self.scheduler.cancel(live.sample_id, now)
+            self.core.cancel(live.sample_id, now)
             for live in self._samples.of_request(check_id(request_id))
             if live.is_in_core and (tenant is None or live.tenant == tenant)
         )

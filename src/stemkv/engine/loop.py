@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from stemkv.core.core import Core
 from stemkv.core.schedule.plan import StepPlan
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.attempt import compute
 from stemkv.engine.clock import Clock
 from stemkv.engine.outbox import Listeners, Outbox
@@ -41,18 +41,18 @@ class StepLoop:
     def __init__(
         self,
         listeners: Listeners,
-        scheduler: Scheduler,
+        core: Core,
         served: Served,
         samples: LiveSamples,
         outbox: Outbox,
         rechecks: Rechecks,
         clock: Clock,
     ) -> None:
-        self.rollouts = Rollouts(scheduler)
+        self.rollouts = Rollouts(core)
         self.steps: deque[StepRecord] = deque(maxlen=_MAX_STEP_RECORDS)  # newest last
         self.broken_by: str | None = None
         self._listeners = listeners
-        self._scheduler = scheduler
+        self._core, self._scheduler = core, core.scheduler
         self._served = served
         self._samples = samples
         self._outbox = outbox
@@ -125,7 +125,7 @@ class StepLoop:
     def _run(self) -> None:
         now = self._clock.now()
         with self.whole("a step was interrupted while it was planned"):
-            plan = self._scheduler.schedule(now)
+            plan = self._core.schedule(now)
         result = None
         try:
             start = self._clock.now()
@@ -147,7 +147,7 @@ class StepLoop:
             return
         self._record(plan, start, now)
         with self.whole("a step was interrupted while its result was taken over"):
-            self._outbox.settle(self._scheduler.commit(plan, result, now))
+            self._outbox.settle(self._core.commit(plan, result, now))
 
     def _give_up(self, plan: StepPlan) -> None:
         """End the requests of a plan that was not carried out."""
@@ -155,7 +155,7 @@ class StepLoop:
         with suppress(ConfigError):  # if it is the clock that fails
             now = self._clock.now()
         with self.whole("a step was interrupted while it was given up"):
-            self._outbox.settle(self._scheduler.abandon(plan, now))
+            self._outbox.settle(self._core.abandon(plan, now))
 
     def _consider_rechecks(self, plan: StepPlan) -> None:
         """Draw among the hits that this step is the first to build on."""

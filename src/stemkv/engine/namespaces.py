@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from stemkv.core.books.ledger import Ledger
-from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.core import Core
 from stemkv.core.prefix.identities import Identities
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.errors import ConfigError
@@ -28,13 +28,13 @@ class Namespaces:
     def __init__(
         self,
         identities: Identities,
-        cache: PrefixCache,
+        core: Core,
         *,
         ledger: Ledger | None,
         reuses_prefixes: bool,
     ) -> None:
         self._identities = identities
-        self._cache = cache
+        self._core = core
         self._ledger = ledger
         self._reuses_prefixes = reuses_prefixes
         self._public: list[TokenIds] = []
@@ -91,7 +91,7 @@ class Namespaces:
         """
         current, num_blocks = self.enter(), 0
         if current is not None:
-            num_blocks = self._cache.declare_public(current, prefix)
+            num_blocks = self._core.declare(current, prefix)
         if prefix not in self._public:
             self._public.append(prefix)
         for namespace in sorted(self._entered):
@@ -112,7 +112,7 @@ class Namespaces:
         """Empty all namespaces and open those that are closed."""
         self._closed.clear()
         for namespace in self._identities.namespaces():
-            self._cache.retire(namespace, now)
+            self._core.reset(namespace, now)
             self._tell_public(namespace)
 
     # Private
@@ -129,6 +129,6 @@ class Namespaces:
         for one more namespace must not fail it.
         """
         try:
-            self._cache.declare_public(namespace, prefix)
+            self._core.declare(namespace, prefix)
         except ConfigError as error:
             _log.warning("a public prefix stays private for one adapter: %s", error)

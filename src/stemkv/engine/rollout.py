@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 
+from stemkv.core.core import Core
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.schedule.request import FinishReason, Request
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.engine.namespaces import Namespaces
 from stemkv.engine.samples import LiveSample, LiveSamples
 
@@ -35,8 +35,8 @@ class InFlight(Enum):
 class Rollouts:
     """Changes in place, each made once all requests of before it have ended."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     @property
@@ -52,11 +52,11 @@ class Rollouts:
         """Make all changes whose turn has come, in order, and lift their fences."""
         while self._waiting:
             epoch, change = self._waiting[0]
-            if self._scheduler.num_before(epoch):
+            if self._core.scheduler.num_before(epoch):
                 return
             self._waiting.popleft()
             change()
-            self._scheduler.lift_fence(epoch)
+            self._core.lift_fence(epoch)
 
 
 class RequestsInFlight:
@@ -67,12 +67,12 @@ class RequestsInFlight:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        core: Core,
         samples: LiveSamples,
         namespaces: Namespaces,
         domain_of: Callable[[LiveSample], Domain | None],
     ) -> None:
-        self._scheduler = scheduler
+        self._core = core
         self._samples = samples
         self._namespaces = namespaces
         self._domain_of = domain_of
@@ -98,14 +98,14 @@ class RequestsInFlight:
             if before(live) == self._domain_of(live):
                 continue
             if in_flight is InFlight.FINISH:
-                self._scheduler.cut_off(live.sample_id)
+                self._core.cut_off(live.sample_id)
             else:
                 self._meet(in_flight, live, request, now)
 
     def _known(self) -> Iterator[tuple[LiveSample, Request]]:
         """Return those that the scheduler knows by their own id."""
         for live in self._samples:
-            request = self._scheduler.request(live.sample_id)
+            request = self._core.scheduler.request(live.sample_id)
             if request is not None and live.is_in_core:
                 yield live, request
 
@@ -113,7 +113,7 @@ class RequestsInFlight:
         self, in_flight: InFlight, live: LiveSample, request: Request, now: float
     ) -> None:
         if in_flight is InFlight.ABORT:
-            self._scheduler.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
+            self._core.cancel(live.sample_id, now, reason=FinishReason.REPLACED)
         else:
             self._restart(live, request, now)
 
@@ -130,4 +130,4 @@ class RequestsInFlight:
                     live.adapter, start_position=live.start_position
                 )
         # Else the adapter was unloaded meanwhile: this request stays on it, alone.
-        self._scheduler.restart(live.sample_id, namespace, version, now, domain=domain)
+        self._core.restart(live.sample_id, namespace, version, now, domain=domain)

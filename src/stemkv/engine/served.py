@@ -66,7 +66,7 @@ class Served:
         self.kv = KvMemory(
             num_layers=loaded.num_layers,
             num_blocks=num_blocks,
-            block_size=config.block_size,
+            block_size=config.core.cache.block_size,
             num_kv_heads=loaded.num_kv_heads,
             head_dim=loaded.head_dim,
             dtype=loaded.dtype,
@@ -79,7 +79,7 @@ class Served:
             identify(
                 loaded,
                 numerics,
-                block_size=config.block_size,
+                block_size=config.core.cache.block_size,
                 is_packed=self._linears.is_packed,
             )
         )

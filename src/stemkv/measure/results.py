@@ -365,6 +365,7 @@ class TraceFacts:
     num_opaque: int = 0  # requests of which only the length of the prompt is known
     problems: tuple[str, ...] = ()  # the first few, as text
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # why nothing could be reused, whatever was asked
 
     @property
     def is_opaque(self) -> bool:
@@ -395,6 +396,8 @@ class ReplayResult:
     num_refused_blocks: int  # not retained after their last use, as somebody had said
     num_published_blocks: int
     peak_active_blocks: int
+    # Slots of them that were in use: of the replica, and after the step, with most.
+    peak_active_tokens: int = 0
     regret_tokens: int
     regret_delay_s: LatencySummary | None  # eviction to the next request for it
     num_preemptions: int

@@ -260,8 +260,10 @@ class PrefixCache:
         Raises `PromptTooLong` when the domain could not have so many even if alone.
         """
         check_now(now)
+        check_namespace(namespace)
+        check_domain(domain)
         tokens = token_buffer(tokens)
-        match = self._match(namespace, domain, tokens)
+        match = self.residency.match(namespace, domain, tokens)
         self._check_demand(demand, domain, len(tokens) // TOKEN_BYTES)
         if self._room.num_missing(match, domain, demand):
             return None
@@ -540,7 +542,7 @@ class PrefixCache:
             domain=domain,
             owner=owner,
             session=hints.session,
-            hint=self.keeper.digit(owner, hints),
+            hint=0 if hints is NO_HINTS else self.keeper.digit(owner, hints),
             first_ephemeral_block=first_ephemeral,
         )
 
@@ -613,6 +615,8 @@ class PrefixCache:
         Usually a fork shares no full block, as those are published before it. The
         blocks of a span that was too little to tell are an exception.
         """
+        if self.pool.num_shares == 0:
+            return end
         start = lease.num_published_blocks
         own = lease.table.ids(start, end)
         num_own = self.pool.num_leading_unshared(own)

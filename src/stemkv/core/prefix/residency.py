@@ -104,6 +104,8 @@ class Residency:
         if namespace is None:
             return 0
         num_bytes = self.standing.num_public_bytes(namespace, tokens)
+        if num_bytes == 0:
+            return 0
         return self.blocks_outside_span(tokens, num_bytes // self.tree.block_bytes)
 
     def domain_of_next(
