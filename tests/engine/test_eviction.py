@@ -513,9 +513,9 @@ def test_an_order_to_keep_is_refused_inside_a_callback() -> None:
             caught.append(str(record.exc_info[1]))
 
     listener = Listener()
-    logging.getLogger("stemkv.engine.engine").addHandler(listener)
+    logging.getLogger("stemkv.engine.outbox").addHandler(listener)
     ask(engine, random_ids(20))
-    logging.getLogger("stemkv.engine.engine").removeHandler(listener)
+    logging.getLogger("stemkv.engine.outbox").removeHandler(listener)
 
     assert caught
     assert all("keep was called inside" in each for each in caught)

@@ -45,6 +45,7 @@ from stemkv.engine.recorder import StepRecorder
 from stemkv.errors import StepLogError
 from stemkv.measure.steplog import (
     Added,
+    Call,
     Cancelled,
     Committed,
     CoreState,
@@ -210,6 +211,27 @@ def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         FinishReason.FAILED,
         FinishReason.LENGTH,
     }
+    assert_repeats(recording.log)
+
+
+def test_a_chunk_that_fails_alone_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = record(token_budget=64)
+    engine = recording.engine
+    execute = engine._served.runner.execute
+
+    def fail_for_one(plan: Any, *more: Any) -> Any:
+        if any(chunk.request_id == "r1" and chunk.start for chunk in plan.chunks):
+            raise RuntimeError("no luck")
+        return execute(plan, *more)
+
+    monkeypatch.setattr(engine._served.runner, "execute", fail_for_one)
+    for index in range(3):
+        ids = tokens(random_ids(40, seed=index))
+        engine.add(ids, PARAMS, request_id=f"r{index}")
+    ended = {c.request_id: c.finish_reason for c in engine.drain()}
+
+    assert ended.pop("r1") is FinishReason.FAILED
+    assert set(ended.values()) == {FinishReason.LENGTH}
     assert_repeats(recording.log)
 
 
@@ -722,18 +744,22 @@ def test_ended_sessions_and_orders_to_keep_have_their_times_in_a_prediction(
 ) -> None:
     log = lived(EvictionConfig(), has_quotas=False).log
     told: list[SessionEnded | Kept] = []
-    tell = agreement._tell_cache
+    tell = agreement.tell
 
-    def noting(cache: Any, call: SessionEnded | Kept, now: float) -> None:
-        assert now >= call.now
-        told.append(call)
-        tell(cache, call, now)
+    def noting(core: Core, call: Call) -> None:
+        if isinstance(call, SessionEnded | Kept):
+            told.append(call)
+        tell(core, call)
 
-    monkeypatch.setattr(agreement, "_tell_cache", noting)
+    monkeypatch.setattr(agreement, "tell", noting)
 
     prediction = predict(log, COST)
 
-    assert told == [c for c in log.calls if isinstance(c, SessionEnded | Kept)]
+    recorded = [c for c in log.calls if isinstance(c, SessionEnded | Kept)]
+    assert len(recorded) > 0
+    for call, other in zip(recorded, told, strict=True):
+        assert replace(other, now=call.now) == call
+        assert other.now >= call.now
     assert prediction.predicted_s.keys() == {spec.request_id for spec in log.specs}
 
 

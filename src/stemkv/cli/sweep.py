@@ -259,7 +259,11 @@ def _settings(
     config: ReplayConfig, *, has_clock: bool
 ) -> dict[str, str | int | float | None]:
     """Return what all configurations have in common."""
-    found = replay_settings(config, config.block_size) | {"clock": "virtual"}
+    found = replay_settings(config, config.block_size) | {
+        "clock": "virtual",
+        "slo_ttft_s": config.slo_ttft_s,
+        "slo_tpot_s": config.slo_tpot_s,
+    }
     if has_clock:
         return {name: found[name] for name in found if name not in _VARIED}
     return {

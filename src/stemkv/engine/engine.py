@@ -427,9 +427,14 @@ class Engine:
 
         What ended before an exception comes with the next `step` or `drain`.
         """
-        while self._loop.is_busy:
-            self._loop.advance()
-        return self._outbox.take_ended()
+        completions: list[Completion] = []
+        try:
+            while self.has_work:
+                completions.extend(self.step())
+        except BaseException:
+            self._outbox.put_back(completions)
+            raise
+        return completions
 
     def generate(
         self,
@@ -461,8 +466,7 @@ class Engine:
                     hints=hints,
                 )
                 rank[request_id] = index
-            while self._loop.is_busy:
-                self._loop.advance()
+            self._outbox.put_back(self.drain())
         except BaseException:
             if self._loop.broken_by is None:
                 for request_id in rank:

@@ -83,6 +83,10 @@ class Outbox:
         self._ended = left
         return taken
 
+    def put_back(self, completions: list[Completion]) -> None:
+        """Keep completions that were taken for whoever asks next."""
+        self._ended[:0] = completions
+
     def tell(self) -> None:
         """Tell all that is queued, also what comes up meanwhile.
 
