@@ -496,7 +496,7 @@ class Burst:
         self.num_blocks = rng.choice([9, 12, 16])
         self.config = SchedulerConfig(
             token_budget=rng.choice([6, 12]),
-            max_num_running=rng.choice([2, 3, 6]),
+            max_num_running=rng.choice([2, 2, 3]),
             max_steps_awaiting=rng.choice([0, 1, 256]),
             watermark=rng.choice([0.0, 0.2]),
         )

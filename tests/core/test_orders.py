@@ -526,7 +526,8 @@ def test_whatever_another_tenant_sends_nobody_waits_beyond_its_turn(
     num_steps = 0
     while share.run is None:
         send(load, [a for at, a in by_step if at == num_steps], "a", author)
-        oldest = load.scheduler._running[0] if load.scheduler._running else None
+        running = load.scheduler._lives.running.all
+        oldest = running[0] if running else None
         load.step()
         num_steps += 1
         if num_blocks == SHORT and oldest is not None and oldest.spec.tenant == "a":

@@ -12,7 +12,6 @@ whose members share their cache anyhow, the first does.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from heapq import merge
 from itertools import islice
 
 from stemkv.core.prefix.identity import Domain
@@ -176,14 +175,7 @@ class RequestQueue:
                 public.append((row, group.domain))
             domain = min(public)[1]
             groups = [group for group in groups if group.domain == domain]
-        best: Row | None = None
-        for group in groups:
-            row = group.head
-            assert row is not None, "a group with a candidate has a first one"
-            if best is None or row < best:
-                best = row
-        assert best is not None, "asked of groups with candidates"
-        return request_of(best)
+        return request_of(min([group.head for group in groups if group.head]))
 
     def pop_while(self, is_due: Callable[[Row], bool]) -> Iterator[Candidate]:
         """Yield first ones of rankings as long as they are due; the caller moves them."""
@@ -194,12 +186,11 @@ class RequestQueue:
 
     def first(self, num: int) -> Iterator[Candidate]:
         """Yield the first waiting requests, as if nothing but keys decided; pure."""
-        groups = list(self._groups.values())
-        if len(groups) == 1:
-            rows = groups[0].waiting.rows()
-        else:
-            rows = merge(*(group.waiting.rows() for group in groups))
-        return iter([request_of(row) for row in islice(rows, num)])
+        rows: list[Row] = []
+        for group in self._groups.values():
+            rows += islice(group.waiting.rows(), num)
+        rows.sort()
+        return map(request_of, rows[:num])
 
     # Private
 

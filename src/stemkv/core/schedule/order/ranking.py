@@ -49,13 +49,23 @@ class Ranking:
 
     def put(self, request: Candidate, key: Key) -> None:
         """Insert a request, or move it to another key."""
-        row = (*key, *request.order_key, request)
-        known = self._by_id.get(request.request_id)
-        if known is not None:
+        rows, known = self._rows, self._by_id.get(request.request_id)
+        if known is None:
+            row = (*key, *request.order_key, request)
+            insort(rows, row)
+        else:
+            row = (*key, *known[len(key) :])
             if known == row:
                 return
-            del self._rows[self._find(known)]
-        insort(self._rows, row)
+            at = self._find(known)
+            # Most stay where they are: what is computed was first, and is so again.
+            if (at == 0 or rows[at - 1] < row) and (
+                at + 1 == len(rows) or row < rows[at + 1]
+            ):
+                rows[at] = row
+            else:
+                del rows[at]
+                insort(rows, row)
         self._by_id[request.request_id] = row
 
     def remove(self, request: Candidate) -> None:
