@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heapify, heappop, heappush
 
-__all__ = ["Leaves", "TwoEndedLeaves"]
+__all__ = ["Leaves", "Place", "TwoEndedLeaves"]
 
 Key = tuple[float, ...]  # different for any two leaves, so that the order is total
 
@@ -56,6 +56,17 @@ class Leaves:
         return None
 
 
+class Place:
+    """Where a leaf stands among others, until it leaves."""
+
+    __slots__ = ("is_in", "key", "node_id")
+
+    def __init__(self, key: int, node_id: int) -> None:
+        self.key = key
+        self.node_id = node_id
+        self.is_in = True
+
+
 class TwoEndedLeaves:
     """Leaves by key, with the smallest and the largest at hand.
 
@@ -63,58 +74,66 @@ class TwoEndedLeaves:
     others are in a heap for each end.
     """
 
-    __slots__ = ("_keys", "_largest", "_row", "_smallest")
+    __slots__ = ("_largest", "_num_late", "_row", "_smallest", "num_in")
 
     def __init__(self) -> None:
-        self._keys: dict[int, int] = {}  # those that are in
-        self._row: deque[tuple[int, int]] = deque()  # (key, -node id), ascending
-        self._smallest: list[tuple[int, int]] = []
-        self._largest: list[tuple[int, int]] = []  # both numbers negated
+        self.num_in = 0  # leaves
+        self._row: deque[Place] = deque()  # ascending
+        self._num_late = 0  # places that ever went to the heaps, so that no two tie
+        self._smallest: list[tuple[int, int, int, Place]] = []
+        self._largest: list[tuple[int, int, int, Place]] = []
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, node_id: int, key: int) -> None:
-        """Put a leaf in that is not in."""
-        self._keys[node_id] = key
-        entry = (key, -node_id)
+    def add(self, node_id: int, key: int) -> Place:
+        """Put a leaf in that is not in; give what is returned to `discard`."""
+        place = Place(key, node_id)
+        self.num_in += 1
         row = self._row
-        if not row or row[-1] < entry:
-            row.append(entry)
+        if not row or row[-1].key < key or _is_before(row[-1], place):
+            row.append(place)
         else:
-            heappush(self._smallest, entry)
-            heappush(self._largest, (-key, node_id))
+            self._num_late = count = self._num_late + 1
+            heappush(self._smallest, (key, -node_id, count, place))
+            heappush(self._largest, (-key, node_id, count, place))
+        return place
 
-    def discard(self, node_id: int) -> None:
-        """Take a leaf out if it is in."""
-        keys = self._keys
-        if keys.pop(node_id, None) is None:
-            return
-        most = 2 * len(keys) + 64
+    def discard(self, place: Place) -> None:
+        """Take a leaf out that is in."""
+        place.is_in = False
+        self.num_in -= 1
+        most = 2 * self.num_in + 64
         if len(self._row) + len(self._smallest) > most or len(self._largest) > most:
             # Paid for by what left since the last time.
-            self._row = deque(sorted((key, -each) for each, key in keys.items()))
+            places = [*self._row, *(entry[3] for entry in self._smallest)]
+            left = [each for each in places if each.is_in]
+            left.sort(key=lambda each: (each.key, -each.node_id))
+            self._row = deque(left)
             self._smallest.clear()
             self._largest.clear()
 
-    def first(self) -> int | None:
+    def first(self) -> Place | None:
         """Return the leaf with the smallest key; of equal ones the youngest node."""
-        keys, row, heap = self._keys, self._row, self._smallest
-        while row and keys.get(-row[0][1]) != row[0][0]:
+        row, heap = self._row, self._smallest
+        while row and not row[0].is_in:
             row.popleft()
-        while heap and keys.get(-heap[0][1]) != heap[0][0]:
+        while heap and not heap[0][3].is_in:
             heappop(heap)
-        if heap and (not row or heap[0] < row[0]):
-            return -heap[0][1]
-        return -row[0][1] if row else None
+        if heap and (not row or _is_before(heap[0][3], row[0])):
+            return heap[0][3]
+        return row[0] if row else None
 
-    def last(self) -> int | None:
+    def last(self) -> Place | None:
         """Return the leaf with the largest key; of equal ones the oldest node."""
-        keys, row, heap = self._keys, self._row, self._largest
-        while row and keys.get(-row[-1][1]) != row[-1][0]:
+        row, heap = self._row, self._largest
+        while row and not row[-1].is_in:
             row.pop()
-        while heap and keys.get(heap[0][1]) != -heap[0][0]:
+        while heap and not heap[0][3].is_in:
             heappop(heap)
-        if heap and (not row or (-heap[0][0], -heap[0][1]) > row[-1]):
-            return heap[0][1]
-        return -row[-1][1] if row else None
+        if heap and (not row or _is_before(row[-1], heap[0][3])):
+            return heap[0][3]
+        return row[-1] if row else None
+
+
+def _is_before(one: Place, other: Place) -> bool:
+    if one.key != other.key:
+        return one.key < other.key
+    return one.node_id > other.node_id
