@@ -56,15 +56,9 @@ class Leaves:
         return None
 
 
-class Place:
-    """Where a leaf stands among others, until it leaves."""
-
-    __slots__ = ("is_in", "key", "node_id")
-
-    def __init__(self, key: int, node_id: int) -> None:
-        self.key = key
-        self.node_id = node_id
-        self.is_in = True
+# A leaf among others: key, node id negated, and whether it is in. Lists are compared
+# item by item, which is the order of leaves, and at no cost.
+Place = list[int]
 
 
 class TwoEndedLeaves:
@@ -74,66 +68,58 @@ class TwoEndedLeaves:
     others are in a heap for each end.
     """
 
-    __slots__ = ("_largest", "_num_late", "_row", "_smallest", "num_in")
+    __slots__ = ("_largest", "_num_places", "_row", "_smallest", "num_in")
 
     def __init__(self) -> None:
         self.num_in = 0  # leaves
+        self._num_places = 0  # at most so many, dead ones included
         self._row: deque[Place] = deque()  # ascending
-        self._num_late = 0  # places that ever went to the heaps, so that no two tie
-        self._smallest: list[tuple[int, int, int, Place]] = []
-        self._largest: list[tuple[int, int, int, Place]] = []
+        self._smallest: list[Place] = []
+        self._largest: list[tuple[int, int, Place]] = []  # both numbers negated
 
     def add(self, node_id: int, key: int) -> Place:
         """Put a leaf in that is not in; give what is returned to `discard`."""
-        place = Place(key, node_id)
+        place = [key, -node_id, True]
         self.num_in += 1
+        self._num_places += 1
         row = self._row
-        if not row or row[-1].key < key or _is_before(row[-1], place):
+        if not row or row[-1] < place:
             row.append(place)
         else:
-            self._num_late = count = self._num_late + 1
-            heappush(self._smallest, (key, -node_id, count, place))
-            heappush(self._largest, (-key, node_id, count, place))
+            heappush(self._smallest, place)
+            heappush(self._largest, (-key, node_id, place))
         return place
 
     def discard(self, place: Place) -> None:
         """Take a leaf out that is in."""
-        place.is_in = False
-        self.num_in -= 1
-        most = 2 * self.num_in + 64
-        if len(self._row) + len(self._smallest) > most or len(self._largest) > most:
+        place[2] = False
+        self.num_in = num_in = self.num_in - 1
+        if self._num_places > 2 * num_in + 64:
             # Paid for by what left since the last time.
-            places = [*self._row, *(entry[3] for entry in self._smallest)]
-            left = [each for each in places if each.is_in]
-            left.sort(key=lambda each: (each.key, -each.node_id))
-            self._row = deque(left)
+            places = [*self._row, *self._smallest]
+            self._row = deque(sorted(each for each in places if each[2]))
             self._smallest.clear()
             self._largest.clear()
+            self._num_places = num_in
 
     def first(self) -> Place | None:
         """Return the leaf with the smallest key; of equal ones the youngest node."""
         row, heap = self._row, self._smallest
-        while row and not row[0].is_in:
+        while row and not row[0][2]:
             row.popleft()
-        while heap and not heap[0][3].is_in:
+        while heap and not heap[0][2]:
             heappop(heap)
-        if heap and (not row or _is_before(heap[0][3], row[0])):
-            return heap[0][3]
+        if heap and (not row or heap[0] < row[0]):
+            return heap[0]
         return row[0] if row else None
 
     def last(self) -> Place | None:
         """Return the leaf with the largest key; of equal ones the oldest node."""
         row, heap = self._row, self._largest
-        while row and not row[-1].is_in:
+        while row and not row[-1][2]:
             row.pop()
-        while heap and not heap[0][3].is_in:
+        while heap and not heap[0][2][2]:
             heappop(heap)
-        if heap and (not row or _is_before(row[-1], heap[0][3])):
-            return heap[0][3]
+        if heap and (not row or row[-1] < heap[0][2]):
+            return heap[0][2]
         return row[-1] if row else None
-
-
-def _is_before(one: Place, other: Place) -> bool:
-    if one.key != other.key:
-        return one.key < other.key
-    return one.node_id > other.node_id

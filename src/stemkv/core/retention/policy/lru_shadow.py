@@ -25,7 +25,7 @@ _SHARE = 0.0099
 _LEAST = 1.0
 # A smaller share counts several times over where it was seen that LRU hardly ever uses
 # what the ranking would have evicted before its time.
-_TRUSTED_SHARE = 0.005
+_TRUSTED_SHARE = 0.0055
 _MAX_TRUST = 16.0
 _PROBATION = 300  # runs that LRU must have evicted unused before anything is trusted
 _RUNS_FOR_USED = 20  # and for each one that it used, so many more
@@ -35,10 +35,9 @@ _RUNS_PER_TRUST = 50.0  # beyond that, for each time more
 class Group:
     """A stretch of one path that was released at once and not used since."""
 
-    __slots__ = ("end", "ranked_from", "resident_end", "start", "tick")
+    __slots__ = ("end", "ranked_from", "resident_end", "start")
 
-    def __init__(self, tick: int, start: int, end: int) -> None:
-        self.tick = tick
+    def __init__(self, start: int, end: int) -> None:
         self.start = start  # depth of the first block that LRU holds
         self.end = end  # depth behind the last one
         self.resident_end = end  # depth behind the last block that the policy holds
@@ -58,6 +57,7 @@ class LruShadow:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()  # the oldest first
         self._last: Group | None = None
+        self._tick = -1  # of the last release
         self.num_lru_hits = 0  # blocks, as all numbers here
         self.balance = 0  # hits of the policy less LRU's
         self.num_held = 0  # by LRU, of blocks that no lease holds
@@ -78,8 +78,15 @@ class LruShadow:
 
     def hit(self, group: Group, start: int, num_blocks: int) -> None:
         """Count a use of resident idle blocks, from depth `start` of a group on."""
-        held = self._take(group, start, start + num_blocks)
         self.num_idle -= num_blocks
+        stop = start + num_blocks
+        if start == group.start and stop <= group.end and group.ranked_from is None:
+            # The usual case: both have all of it. (`resident_end` is not before `stop`.)
+            group.start = stop
+            self.num_held -= num_blocks
+            self.num_lru_hits += num_blocks
+            return
+        held = self._take(group, start, stop)
         self.num_lru_hits += held
         self.balance += num_blocks - held
 
@@ -91,15 +98,20 @@ class LruShadow:
 
     def released(self, tick: int, start: int, num_blocks: int) -> Group:
         """Put blocks into the group of this moment, and return it."""
-        group = self._last
-        if group is None or group.tick != tick or group.end != start:
-            if group is None or group.tick != tick:
-                self._trim()  # LRU made room when the lease began, and not for these
-            group = self._last = Group(tick, start, start)
-            self._groups.append(group)
-        group.end = group.resident_end = start + num_blocks
         self.num_held += num_blocks
         self.num_idle += num_blocks
+        group = self._last
+        if tick == self._tick and group is not None and group.end == start:
+            group.end = group.resident_end = start + num_blocks
+            return group
+        if tick != self._tick:
+            self._tick = tick
+            # LRU made room when the lease began. These blocks are in both sums.
+            self._num_followed = 0
+            if self.num_held > self.num_idle:
+                self._trim()
+        group = self._last = Group(start, start + num_blocks)
+        self._groups.append(group)
         return group
 
     def evicted(
@@ -168,7 +180,9 @@ class LruShadow:
             missing = group.num_missing
             group.start = stop
             self.num_missing += group.num_missing - missing
-        return stop - max(first, start) if stop > start else 0
+        if start > first:
+            first = start
+        return stop - first if stop > first else 0
 
     def _drop(self, group: Group, start: int, num_blocks: int) -> int:
         """Let the resident part end; return how many blocks more are missing."""
@@ -181,7 +195,6 @@ class LruShadow:
 
     def _trim(self) -> None:
         """Let LRU evict until it holds no more than there is."""
-        self._num_followed = 0
         excess = self.num_held - self.num_idle
         while excess > 0:
             group = self._groups[0]

@@ -11,7 +11,6 @@ least recently used leaf by a margin, so that the policy is LRU where it knows n
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from stemkv.core.retention.policy.ghosts import Ghosts
@@ -22,11 +21,12 @@ from stemkv.core.retention.policy.reuse_times import Cohort, ReuseTimes
 __all__ = ["ReuseIndex"]
 
 _MAX_USES = 3  # more uses than this are one class
-_GAP_EDGES = (15.0, 90.0)  # seconds idle before the last use
+_SHORT_S, _LONG_S = 15.0, 90.0  # idle before the last use
 _GHOSTS_PER_BLOCK = 8
 _MARGIN = 0.9  # of the rate of the least recently used leaf: not below it is not better
 _NEWEST_HANDICAP = 2.5
-_NUM_PASTS = _MAX_USES * (len(_GAP_EDGES) + 2)
+_NUM_GAPS = 4  # none yet, short, middle, long
+_NUM_PASTS = _MAX_USES * _NUM_GAPS
 
 
 _Candidate = tuple[float, int, int]  # score, tick, node id
@@ -57,8 +57,8 @@ class _Past:
         self.keys = keys  # one for each of its blocks
         self.hint = hint
         self.num_uses = 1
-        self.gap = 0  # 0: none yet; else 1 + the place among the edges
-        self.kind = _kind(1, 0, hint)
+        self.gap = 0  # 0: none yet; 1: short, 2: middle, 3: long
+        self.kind = hint * _NUM_PASTS
         self.last_used_s = now
         self.tick = tick
         # Of its idle time; None: a lease holds it
@@ -163,10 +163,11 @@ class ReuseIndex:
     def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
         """Learn from the idle time that ends, and classify anew."""
         past = self._pasts[node_id]
-        if past.group is None:
+        group = past.group
+        if group is None:
             self._shadow.shared(len(past.keys))
         else:
-            self._shadow.hit(past.group, past.start, len(past.keys))
+            self._shadow.hit(group, past.start, len(past.keys))
         self._use(past, hint, tick, now)
 
     def released(self, node_id: int, *, tick: int, now: float) -> None:
@@ -236,6 +237,7 @@ class ReuseIndex:
     def victim(self, now: float) -> int | None:
         """Return the leaf that pays least, if LRU can be left for it; O(classes)."""
         self._named = self._most = None
+        eldest: Place | None = None
         oldest: _Candidate | None = None
         candidates: list[_Candidate] = []
         for leaves in self._leaves.values():
@@ -245,11 +247,8 @@ class ReuseIndex:
             candidate = self._candidate(first, now)
             candidates.append(candidate)
             # Of those released at once, the one that appeared last.
-            if oldest is None or (first.key, -first.node_id) < (
-                oldest[1],
-                -oldest[2],
-            ):
-                oldest = candidate
+            if eldest is None or first < eldest:
+                eldest, oldest = first, candidate
             if last is not None and last is not first:
                 score, tick, node_id = self._candidate(last, now)
                 candidates.append((score * _NEWEST_HANDICAP, tick, node_id))
@@ -293,23 +292,25 @@ class ReuseIndex:
         return None
 
     def _candidate(self, place: Place, now: float) -> _Candidate:
-        past = self._pasts[place.node_id]
+        tick, node_id = place[0], -place[1]
+        past = self._pasts[node_id]
         score = self._times.rate(past.kind, now - past.last_used_s)
         if self._worth is not None:
             score *= self._worth(past.start + len(past.keys))
-        return score, place.key, place.node_id
+        return score, tick, node_id
 
     def _use(self, past: _Past, hint: int, tick: int, now: float) -> None:
         cohort = past.cohort
         if cohort is not None:
             self._times.end(cohort, past.kind, len(past.keys), now)
             past.cohort = past.group = None
-        past.gap = gap = 1 + bisect_right(_GAP_EDGES, now - past.last_used_s)
+        idle_s = now - past.last_used_s
+        past.gap = gap = 1 if idle_s < _SHORT_S else 2 if idle_s < _LONG_S else 3
         num_uses = past.num_uses
         if num_uses < _MAX_USES:
             past.num_uses = num_uses = num_uses + 1
         past.hint = hint
-        past.kind = _kind(num_uses, gap, hint)
+        past.kind = hint * _NUM_PASTS + (num_uses - 1) * _NUM_GAPS + gap
         past.tick = tick
         past.last_used_s = now
 
@@ -322,7 +323,3 @@ def _num_free(past: _Past) -> int:
     if group.end <= group.start:
         return len(past.keys)
     return min(len(past.keys), max(0, past.start + len(past.keys) - group.end))
-
-
-def _kind(num_uses: int, gap: int, hint: int) -> int:
-    return hint * _NUM_PASTS + (num_uses - 1) * (len(_GAP_EDGES) + 2) + gap

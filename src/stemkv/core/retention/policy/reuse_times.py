@@ -76,7 +76,7 @@ class ReuseTimes:
         # By bin, class: idle times that last and were seen there; not kept of the first.
         self._lasting: list[dict[int, float]] = [{} for _ in range(_NUM_BINS)]
 
-    def begin(self, kind: int, weight: int, now: float) -> Cohort:
+    def begin(self, kind: int, weight: float, now: float) -> Cohort:
         """Count an idle time of class `kind`; give the cohort back to `end`."""
         cohorts = self._cohorts
         if cohorts and now - cohorts[-1].began_s < _COHORT_S:
@@ -88,10 +88,13 @@ class ReuseTimes:
             cohort = Cohort(now)
             cohorts.append(cohort)
         lasting = cohort.lasting
-        lasting[kind] = lasting.get(kind, 0) + weight
+        if kind in lasting:
+            lasting[kind] += weight
+        else:
+            lasting[kind] = weight
         return cohort
 
-    def end(self, cohort: Cohort, kind: int, weight: int, now: float) -> None:
+    def end(self, cohort: Cohort, kind: int, weight: float, now: float) -> None:
         """Count that an idle time of class `kind` ended in a use."""
         seen = cohort.bin
         if seen == _NUM_BINS:
