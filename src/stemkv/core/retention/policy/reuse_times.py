@@ -41,7 +41,7 @@ _BEYOND = 1e-12  # rate past the last edge, over the age
 class Cohort:
     """Idle times that began together: how many of each class still last."""
 
-    __slots__ = ("bin", "began_s", "lasting")
+    __slots__ = ("began_s", "bin", "lasting")
 
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
