@@ -27,7 +27,7 @@ _LEAST = 1.0
 # what the ranking would have evicted before its time.
 _TRUSTED_SHARE = 0.0055
 _MAX_TRUST = 16.0
-_PROBATION = 200  # runs that LRU must have evicted unused before anything is trusted
+_PROBATION = 300  # runs that LRU must have evicted unused before anything is trusted
 _RUNS_FOR_USED = 20  # and for each one that it used, so many more
 _RUNS_PER_TRUST = 50.0  # beyond that, for each time more
 
