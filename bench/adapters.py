@@ -26,7 +26,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.report import Bar, finish, parser
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model
 from stemkv.engine.linear import linear_places
 
@@ -55,8 +57,9 @@ def main() -> int:
         engine = Engine(
             loaded,
             EngineConfig(
-                token_budget=4096,
-                max_num_running=_BATCH,
+                core=CoreConfig(
+                    scheduler=SchedulerConfig(token_budget=4096, max_num_running=_BATCH)
+                ),
                 reuses_prefixes=False,
                 num_threads=1,
                 kv_memory_bytes=1 << 28,

@@ -31,7 +31,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.report import Bar, finish, parser
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams, load_model
 
 __all__ = ["main"]
@@ -60,8 +62,9 @@ def main() -> int:
                 loaded,
                 EngineConfig(
                     numerics=numerics,
-                    token_budget=2048,
-                    max_num_running=16,
+                    core=CoreConfig(
+                        scheduler=SchedulerConfig(token_budget=2048, max_num_running=16)
+                    ),
                     reuses_prefixes=False,
                     num_threads=1,
                     kv_memory_bytes=1 << 28,

@@ -30,13 +30,22 @@ from stemkv.core import (
     CacheConfig,
     ComputeIdentity,
     Domain,
+    Fcfs,
+    FittedCost,
     Identities,
     Lru,
     PrefixCache,
+    RequestId,
+    RequestSpec,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
     Sharing,
     SharingPolicy,
+    StepResult,
     TokenIds,
 )
+from stemkv.core.books.ledger import Ledger
 from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.retention.retention import Retention
@@ -48,6 +57,9 @@ NUM_SEQUENCES = 2_000
 NUM_LEAVES = 100_000
 LEAF_TOKENS = 64
 NUM_ROUNDS = 8
+NUM_DECODES = 32
+CONTEXTS = (4_000, 32_000, 128_000)
+DEPTHS = (12_000, 128_000)  # tokens of a prefix, for what must not depend on it
 
 MATCH = f"match (peek), {NUM_PREFIX:,}-token hit + {NUM_NEW} new"
 ADMISSION = "admission (acquire, publish, release), same hit"
@@ -55,6 +67,19 @@ FROM_LIST = "admission from a list of ids, conversion included"
 
 NAMESPACE = bytes(range(32))
 TENANT = Domain.private("tenant")
+COST = FittedCost(
+    source="made up",
+    bytes_per_token=1,
+    step_s=0.004,
+    prefill_chunk_s=0.0,
+    prefill_token_s=1e-4,
+    prefill_pair_s=1e-8,
+    decode_s=1e-3,
+    decode_context_s=0.0,
+    flops_per_token=1.0,
+    flops_per_pair=1.0,
+    assumed_watts=1.0,
+)
 
 # What one admission adds to the tree, and what it holds while it runs.
 NUM_TAIL_BLOCKS = (NUM_PREFIX + NUM_NEW) // BLOCK_SIZE - NUM_PREFIX // BLOCK_SIZE
@@ -76,7 +101,10 @@ def main() -> int:
     bars += measure_eviction(repeats // 4)
     bars += measure_depth(repeats // 4)
     bars += measure_identity(repeats)
+    bars += measure_commits(max(64, repeats // 16))
     bars += measure_memory()
+    bars += measure_books(repeats // 4)
+    bars += measure_books_memory()
     bars += compare_with_vllm(bars, facts, repeats // 8)
     return finish("bench.index: prefix hits", bars, options, facts=facts)
 
@@ -246,6 +274,58 @@ def measure_depth(repeats: int) -> list[Bar]:
     return bars
 
 
+def measure_commits(repeats: int) -> list[Bar]:
+    """Commits of steps that decode only: what a token costs behind a long context."""
+    medians = {num: median_commit_us(num, repeats) for num in CONTEXTS}
+    bars = [
+        Bar(
+            name=f"commit of {NUM_DECODES} decodes, context {num:,}",
+            measured=us,
+            unit="us",
+        )
+        for num, us in medians.items()
+    ]
+    worst = max(medians.values()) / min(medians.values())
+    bars.append(
+        Bar(
+            name="  slowest over fastest context",
+            measured=worst,
+            unit="x",
+            limit=1.2,
+        )
+    )
+    return bars
+
+
+def median_commit_us(num_context: int, repeats: int) -> float:
+    """Microseconds of a median commit, blocks that fill included."""
+    num_blocks = NUM_DECODES * (num_context // BLOCK_SIZE + repeats)
+    cache = PrefixCache(CacheConfig(num_blocks=num_blocks), Retention(Lru))
+    limits = SchedulerConfig(
+        token_budget=NUM_DECODES * num_context, max_num_running=NUM_DECODES
+    )
+    scheduler = Scheduler(limits, cache, Fcfs())
+    for index in range(NUM_DECODES):
+        scheduler.add(
+            RequestSpec(
+                request_id=RequestId(f"r{index}"),
+                prompt=TokenIds.from_ids([index] * num_context),
+                max_new_tokens=repeats + 32,
+                arrival_s=0.0,
+                domain=TENANT,
+                namespace=NAMESPACE,
+            )
+        )
+    times = []
+    for step in range(repeats + 16):
+        plan = scheduler.schedule(float(step))
+        samples = {chunk.request_id: (Sample(5),) for chunk in plan.chunks}
+        start = time.perf_counter()
+        scheduler.commit(plan, StepResult(samples), float(step))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[16:]) * 1e6
+
+
 def measure_memory() -> list[Bar]:
     """Heap bytes of tree, pool and policy; prompts and KV are not in it."""
     tracemalloc.start()
@@ -260,6 +340,111 @@ def measure_memory() -> list[Bar]:
             unit="bytes/token",
         )
     ]
+
+
+def measure_books(repeats: int) -> list[Bar]:
+    """What a ledger costs behind a short prefix and a long one, measured in turn."""
+    bars = []
+    for kind in ("", ", history full"):
+        scenes = []
+        for depth in DEPTHS:
+            # What is resident fits in, and nothing else.
+            most = depth // BLOCK_SIZE + NUM_SEQUENCES if kind else None
+            ledger = Ledger(BLOCK_SIZE, COST, max_history_blocks=most)
+            scenes.append(Scene.behind(depth, ledger))
+        for name, verb in (
+            ("evict a block", evict_one),
+            ("book a lookup", book_lookup),
+        ):
+            pairs = [[verb(scene) for scene in scenes] for _ in range(repeats)]
+            times = [min(medians(column)) for column in zip(*pairs, strict=True)]
+            bars += [
+                Bar(
+                    name=f"{name} behind {depth:,} tokens, ledger{kind}",
+                    measured=time_us,
+                    unit="µs",
+                )
+                for depth, time_us in zip(DEPTHS, times, strict=True)
+            ]
+            ratio = times[1] / times[0]
+            bars.append(Bar(name="  ratio", measured=ratio, limit=1.25, unit="×"))
+    return bars
+
+
+def evict_one(scene: Scene) -> float:
+    """Return the microseconds of dropping a leaf of one block."""
+    time_us = time_call(lambda now: scene.cache.evict(1, now), scene.now)
+    scene.admit(scene.prefixes[0] + scene.tokens(BLOCK_SIZE))
+    return time_us
+
+
+def book_lookup(scene: Scene) -> float:
+    """Return the microseconds of writing down what a request found, and its end."""
+    ledger = scene.ledger
+    assert ledger is not None, "measured with books only"
+    prompt = scene.prefixes[0] + scene.tokens(BLOCK_SIZE + 1)
+    num_prompt = len(prompt) // TOKEN_BYTES
+    demand = Demand(num_slots=num_prompt)
+    lease = scene.cache.acquire(NAMESPACE, TENANT, prompt, demand, now=scene.now)
+    assert lease is not None, "the cache has room for one request at a time"
+    assert lease.node is not None, "its prefix is cached"
+    path = lease.node.path()
+    num_reused = sum(node.num_blocks for node in path) * BLOCK_SIZE
+
+    def book(request_id: str) -> None:
+        ledger.admitted(
+            request_id,
+            tenant=TENANT.name,
+            domain=TENANT,
+            namespace=NAMESPACE,
+            prompt=prompt,
+            path=path,
+            copied=None,
+            num_awaitable=0,
+            arrival_s=scene.now,
+            now=scene.now,
+        )
+        ledger.ended(
+            request_id,
+            reason="length",
+            num_reused=num_reused,
+            num_computed=num_prompt - num_reused,
+            num_recomputed=0,
+            num_output=1,
+            num_preemptions=0,
+            now=scene.now,
+        )
+
+    time_us = time_call(book, "r")
+    ledger.take_entries()
+    scene.cache.release(lease, scene.now)
+    return time_us
+
+
+def measure_books_memory() -> list[Bar]:
+    """Heap bytes that books add at their peak, which is when a report is asked for."""
+    added = []
+    for depth in DEPTHS:
+        peaks = []
+        for ledger in (None, Ledger(BLOCK_SIZE, COST)):
+            tracemalloc.start()
+            scene = Scene.behind(depth, ledger)
+            if ledger is not None:
+                ledger.prefixes(scene.cache.tree.nodes(), scene.now)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        added.append((peaks[1] - peaks[0]) / NUM_SEQUENCES)
+    bars = [
+        Bar(
+            name=f"books of {NUM_SEQUENCES:,} suffixes behind {depth:,} tokens, each",
+            measured=num_bytes,
+            unit="bytes",
+        )
+        for depth, num_bytes in zip(DEPTHS, added, strict=True)
+    ]
+    # Not 1, as the prefix itself is remembered once, at five bytes a token.
+    ratio = added[1] / added[0]
+    return [*bars, Bar(name="  ratio", measured=ratio, limit=1.25, unit="×")]
 
 
 def compare_with_vllm(
@@ -308,9 +493,11 @@ def compare_with_vllm(
 class Scene:
     """A cache with seeded prompts, and a clock that only it advances."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, ledger: Ledger | None = None) -> None:
         config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.cache = PrefixCache(config, Retention(Lru))
+        self.ledger = ledger
+        watchers = [] if ledger is None else [ledger]
+        self.cache = PrefixCache(config, Retention(Lru), watchers=watchers)
         self.peek = partial(self.cache.peek, NAMESPACE, TENANT)
         self.rng = random.Random(1)
         self.now = 0.0
@@ -333,6 +520,16 @@ class Scene:
         # More than fit, so that evicting is the steady state.
         for index in range(num_sequences + overfill):
             scene.admit(scene.new_prompt(index))
+        return scene
+
+    @classmethod
+    def behind(cls, num_prefix: int, ledger: Ledger | None) -> Scene:
+        """Return a full cache of suffixes of one block behind a prefix of that length."""
+        num_blocks = num_prefix // BLOCK_SIZE + NUM_SEQUENCES
+        scene = cls(num_blocks + 2, ledger)
+        scene.prefixes = [scene.tokens(num_prefix)]
+        for _ in range(NUM_SEQUENCES):
+            scene.admit(scene.prefixes[0] + scene.tokens(BLOCK_SIZE))
         return scene
 
     def tokens(self, num_tokens: int) -> bytes:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 
 from bench.report import Bar, finish, parser
 from stemkv.cli.worked_example import ExampleRequest, load_requests, shared_messages
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine import (
@@ -296,7 +298,7 @@ def _engine(loaded: LoadedModel, sharing: SharingPolicy) -> Engine:
         loaded,
         EngineConfig(
             kv_memory_bytes=KV_TOKENS * loaded.kv_bytes_per_token,
-            block_size=BLOCK_SIZE,
+            core=CoreConfig(cache=CacheConfig(block_size=BLOCK_SIZE)),
             sharing=sharing,
             # What is measured is who shares, not whether this build keeps every bit.
             runs_self_test=False,

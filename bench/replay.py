@@ -33,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Bar, finish, parser, pin_to_one_core
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.sim.bounds import clairvoyant, clairvoyant_selective, infinite
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.distance import lru_curve
 from stemkv.sim.formats import read_trace
 from stemkv.sim.hits import Hits
+from stemkv.sim.presets import LARGE
 from stemkv.sim.pricing import roofline
 from stemkv.sim.replay import replay
 from stemkv.sim.reuse import Reuses, find_reuses
@@ -345,12 +347,12 @@ def timed_hit_rate(
         weight_dtype="fp8",
     )
     config = ReplayConfig(
-        num_blocks=PEER_KV_TOKENS // block_size,
-        block_size=block_size,
+        core=replace(
+            LARGE.sized(PEER_KV_TOKENS // block_size, block_size=block_size),
+            scheduler=replace(LARGE.scheduler, watermark=0.0, lookahead=0),
+            eviction=EvictionConfig(name="lru"),  # as the peer's
+        ),
         num_replicas=num_replicas,
-        watermark=0.0,
-        eviction="lru",  # as the peer's
-        lookahead=0,
     )
     return replay(trace, config, costs).tokens.hit_rate
 

@@ -17,8 +17,11 @@ import sys
 from dataclasses import dataclass, field
 
 from bench.report import Bar
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.orders import OrderConfig
 from stemkv.core.schedule.request import Request, RequestId
 from stemkv.engine import (
@@ -112,10 +115,13 @@ def engine_for(
         loaded,
         EngineConfig(
             kv_memory_bytes=pool_tokens * loaded.kv_bytes_per_token,
-            block_size=BLOCK_SIZE,
-            token_budget=TOKEN_BUDGET,
-            max_num_running=max_num_running,
-            order=order,
+            core=CoreConfig(
+                cache=CacheConfig(block_size=BLOCK_SIZE),
+                scheduler=SchedulerConfig(
+                    token_budget=TOKEN_BUDGET, max_num_running=max_num_running
+                ),
+                order=order,
+            ),
             sharing=SharingPolicy(groups={"everybody": set(TENANTS)}),
             # What is measured is the order, not whether this build keeps every bit.
             runs_self_test=False,

@@ -17,11 +17,14 @@ from itertools import islice
 from pathlib import Path
 
 from stemkv.core.books.cost import RooflineCost
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.orders import OrderConfig
 from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.config import ReplayConfig
 from stemkv.sim.formats import read_trace
+from stemkv.sim.presets import LARGE
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.timelines import in_units_of
 from stemkv.sim.trace import Trace, TraceRequest
@@ -77,16 +80,21 @@ def config(
 ) -> ReplayConfig:
     """Return the replica: LRU, 256 requests at once, steps of 1,024 tokens or a time."""
     return ReplayConfig(
-        num_blocks=num_tokens // block_size,
-        block_size=block_size,
-        token_budget=1_024 if step_time_s is None else 8_192,
-        max_num_running=256,
-        eviction="lru",
-        order=order,
-        step_time_s=step_time_s,
-        retained_floor_blocks=retained_floor_blocks,
-        lookahead=lookahead,
-        sessions=sessions,
+        core=replace(
+            LARGE.sized(num_tokens // block_size, block_size=block_size),
+            scheduler=SchedulerConfig(
+                token_budget=1_024 if step_time_s is None else 8_192,
+                max_num_running=256,
+                step_time_s=step_time_s,
+                retained_floor_blocks=retained_floor_blocks,
+                lookahead=SchedulerConfig().lookahead
+                if lookahead is None
+                else lookahead,
+            ),
+            eviction=EvictionConfig(name="lru"),
+            order=order,
+            sessions=sessions,
+        ),
         sharing=SharingRule(name="shared"),
         load=LoadConfig() if load is None else load,
     )

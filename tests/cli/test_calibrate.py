@@ -130,8 +130,9 @@ def test_a_plan_that_is_not_repeated_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def repeat_smaller(log: StepLog) -> Any:
-        cache = replace(log.header.cache, num_blocks=log.header.cache.num_blocks - 1)
-        return repeat(replace(log, header=replace(log.header, cache=cache)))
+        core = log.header.core
+        core = core.sized(core.cache.num_blocks - 1)
+        return repeat(replace(log, header=replace(log.header, core=core)))
 
     monkeypatch.setattr(calibrate, "repeat", repeat_smaller)
 

@@ -1,21 +1,26 @@
-"""The commands as a user types them: real processes, real model, real exit codes."""
+"""The commands as a user types them: real model, real exit codes, and a real process."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+from stemkv.engine import LoadedModel, load
+from tests.cli.traces import command, stemkv
 
 pytestmark = pytest.mark.model
 
 
-def stemkv(*arguments: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from stemkv.cli import main; main()", *arguments],
+        command(*arguments),
         capture_output=True,
         text=True,
         timeout=240,
@@ -27,7 +32,7 @@ def test_generate_prints_completions_cached_tokens_and_ttft(tmp_path: Path) -> N
     numbers = tmp_path / "numbers.json"
     story = "Once upon a time, in a small village by the sea, there lived a fisherman. "
 
-    done = stemkv(
+    done = in_a_process(
         "generate",
         f"--prompt={story}He",
         f"--prompt={story}She",
@@ -50,6 +55,22 @@ def test_generate_prints_completions_cached_tokens_and_ttft(tmp_path: Path) -> N
     assert rows[1]["num_inherited_tokens"] == first["num_prompt_tokens"]
 
 
+@pytest.fixture(scope="module")
+def _model_is_loaded_once() -> Iterator[None]:
+    load_model = load.load_model
+
+    @cache
+    def loaded(model: Path | None, dtype: torch.dtype | None) -> LoadedModel:
+        return load_model(model, dtype=dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            load, "load_model", lambda model, *, dtype, progress: loaded(model, dtype)
+        )
+        yield
+
+
+@pytest.mark.usefixtures("_model_is_loaded_once")
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -72,7 +93,7 @@ def test_what_cannot_be_served_ends_with_a_sentence_and_exit_code_2(
 ) -> None:
     done = stemkv(*arguments)
 
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -83,6 +104,6 @@ def test_a_broken_model_is_named(tmp_path: Path) -> None:
 
     done = stemkv("generate", "--prompt=a", f"--model={broken}")
 
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "BrokenModel" in done.stderr
     assert str(broken) in done.stderr.replace("\n", "")

@@ -19,6 +19,7 @@ from stemkv.core.prefix.identity import FIELD_TAGS, SCHEMA_VERSION
 from stemkv.engine import Engine, EngineConfig, load_model
 from stemkv.engine.adapter import read_adapter
 from stemkv.errors import ConfigError, ModelNotFound
+from tests.cli.traces import stemkv
 from tests.engine.models import build_engine
 from tests.engine.test_load import save
 
@@ -59,22 +60,20 @@ def document(
 
 
 def test_every_process_prints_the_same(folder: Path, tmp_path: Path) -> None:
-    """Five at once, one of them hashing anew, sharing one digest record (LMCache#2136)."""
+    """Three at once, one of them hashing anew, sharing one digest record (LMCache#2136)."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     common = ("identity", str(folder), "--dtype=float32")
     processes = [
         start(*common, *more, PYTHONHASHSEED=seed, **cache)
         for seed, more in (
             ("0", ()),
-            ("1", ()),
             ("4242", ("--recompute",)),
-            ("4294967295", ()),
             ("random", ()),
         )
     ]
     results = [finish(process) for process in processes]
 
-    assert [code for code, _, _ in results] == [0] * 5, results
+    assert [code for code, _, _ in results] == [0] * 3, results
     (printed,) = {out for _, out, _ in results}
     engine = build_engine(load_model(folder, dtype=torch.float32), block_size=16)
     assert engine.namespace is not None
@@ -224,12 +223,12 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_bad_call_ends_with_a_sentence_and_exit_code_2(
     arguments: list[str], sentence: str
 ) -> None:
-    code, out, err = finish(start("identity", *arguments))
+    done = stemkv("identity", *arguments)
 
-    assert code == 2
-    assert out == ""
-    assert sentence in err
-    assert "Traceback" not in err
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.model

@@ -10,6 +10,7 @@ import pytest
 from stemkv.cli.memory import MemorySettings
 from stemkv.cli.settings import read_settings
 from stemkv.core.books.cost import FittedCost
+from stemkv.core.core import CoreConfig
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import EngineConfig
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
@@ -47,7 +48,9 @@ def test_the_documented_file_says_what_its_comments_say(tmp_path: Path) -> None:
     memory = read(tmp_path, text)
 
     assert memory == MemorySettings(
-        eviction=EvictionConfig(name="reuse_index", objective="seconds"),
+        core=CoreConfig(
+            eviction=EvictionConfig(name="reuse_index", objective="seconds")
+        ),
         quotas=MemoryQuotas(
             tenants={
                 "dave": MemoryQuota(
@@ -58,18 +61,15 @@ def test_the_documented_file_says_what_its_comments_say(tmp_path: Path) -> None:
             default=MemoryQuota(cap_bytes=128 * MIB),
             public_bytes=32 * MIB,
         ),
-        lookahead=32,
-        max_kept_share=0.5,
         costs=COST,
     )
-    assert EngineConfig(**memory.as_engine_fields()).quotas == memory.quotas
 
 
 def test_what_is_left_out_is_the_engine_s_default(tmp_path: Path) -> None:
     memory = read(tmp_path, "")
 
     assert memory == MemorySettings()
-    assert EngineConfig(**memory.as_engine_fields()) == EngineConfig()
+    assert memory.core == EngineConfig().core
 
 
 def test_an_empty_table_of_quotas_gives_everybody_a_policy_of_its_own(

@@ -86,7 +86,7 @@ def test_every_number_of_an_order_reaches_the_replay() -> None:
         (("--weights", "nobody=2"), "--weights: the trace has no tenant 'nobody'"),
         (("--weights", "a=0"), "weights of 'a' must be a number above 0"),
         (("--order", "deadline"), "order deadline needs slo_ttft_s"),
-        (("--step-time", "0"), "step_time_s must be a number of seconds above 0"),
+        (("--step-time", "0"), "--step-time must be a number of seconds above 0"),
         (("--retained-floor", "8GiB"), "leaves nothing"),
         (("--session-share", "2"), "sessions.share must be above 0"),
     ],

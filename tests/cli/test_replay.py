@@ -608,3 +608,47 @@ def test_a_condition_is_a_name_a_comparison_and_a_limit(
 
     assert (found.name, found.comparison) == (name, comparison)
     assert found.limit == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    "size, is_warned", [("32768", True), ("64", False)], ids=["large", "usual"]
+)
+def test_a_block_that_no_prompt_fills_is_told_at_once_and_in_every_report(
+    tmp_path: Path, size: str, is_warned: bool
+) -> None:
+    page, file = tmp_path / "r.html", tmp_path / "r.json"
+
+    result = stemkv(
+        "replay", "--workload", "worked-example", "--requests", "8", "--no-curves",
+        "--memory", "8GiB", "--block-size", size, "--html", page, "--json", file,
+    )  # fmt: skip
+
+    found = json.loads(file.read_text())
+    assert bool(found["trace"]["warnings"]) == is_warned
+    assert (found["tokens"]["reused"] == 0) == is_warned
+    assert ("Warning: nothing can be reused" in page.read_text()) == is_warned
+    assert ("Warning: nothing can be reused" in result.stdout) == is_warned
+    assert (
+        f"warning: nothing can be reused: a block has {int(size):,} tokens"
+        in result.stderr
+    ) == is_warned
+    assert 0 < found["peak_active_tokens"] <= found["peak_active_blocks"] * int(size)
+
+
+def test_a_unit_longer_than_all_prompts_is_told_without_a_clock_too(
+    tmp_path: Path,
+) -> None:
+    trace, file = tmp_path / "short.jsonl", tmp_path / "r.json"
+    lines = [
+        {"timestamp": at_ms, "input_length": 9, "output_length": 2, "hash_ids": []}
+        for at_ms in (0, 1000)
+    ]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    result = stemkv(
+        "replay", trace, "--no-clock", "--no-curves", "--blocks", "64", "--json", file
+    )
+
+    (warning,) = json.loads(file.read_text())["trace"]["warnings"]
+    assert "no prompt has a whole unit of 512 tokens, the longest has 9" in warning
+    assert warning.partition(";")[0] in result.stderr

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stemkv.sim.policies import EVICTIONS, ONLINE_EVICTIONS
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
+from stemkv.sim.config import EVICTIONS
 from tests.cli.traces import QUICK, piped_to_head, small_trace, stemkv
 
 WORKLOAD = QUICK[:4]

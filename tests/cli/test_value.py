@@ -8,8 +8,8 @@ import math
 import os
 import random
 import re
+import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,7 @@ from stemkv.measure.value import (
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.pricing import roofline
 from stemkv.sim.value import ValueConfig, study_value
+from tests.cli.traces import command, stemkv
 
 
 @cache
@@ -480,16 +481,6 @@ def test_a_conclusion_never_contradicts_its_numbers(start: int) -> None:
 # The command
 
 
-def stemkv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from stemkv.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "COLUMNS": "110"},
-    )
-
-
 QUICK = ("value", "--requests=8", "--memory=3GiB", "--rate=1", "--rate=4")
 
 
@@ -499,9 +490,12 @@ def test_json_is_alone_on_standard_output_and_the_same_every_time(
     page = tmp_path / "value.html"
 
     first = stemkv(*QUICK, "--json=-", f"--html={page}")
-    second = stemkv(*QUICK, "--json=-")
+    second = subprocess.run(
+        command(*QUICK, "--json=-"), capture_output=True, text=True, timeout=240
+    )
 
-    assert first.returncode == 0, first.stderr
+    assert first.exit_code == 0, first.stderr
+    assert second.returncode == 0, second.stderr
     assert first.stdout == second.stdout
     document = json.loads(first.stdout)
     assert document["schema"] == "stemkv.value/1"
@@ -515,7 +509,7 @@ def test_json_is_alone_on_standard_output_and_the_same_every_time(
 def test_tables_and_sentences_are_on_standard_output_progress_is_not() -> None:
     done = stemkv(*QUICK)
 
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("Keeping 12,000 tokens")
     for title in (
         "The prefix",
@@ -549,15 +543,14 @@ def test_tables_and_sentences_are_on_standard_output_progress_is_not() -> None:
 def test_exit_codes(arguments: list[str], code: int, sentence: str) -> None:
     done = stemkv(*QUICK, *arguments)
 
-    assert done.returncode == code, done.stderr
+    assert done.exit_code == code, done.stderr
     assert sentence in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_reader_may_leave_early() -> None:
-    command = f'{sys.executable} -c "from stemkv.cli import main; main()"'
     done = subprocess.run(
-        f"set -o pipefail; {command} {' '.join(QUICK)} | head -1",
+        f"set -o pipefail; {shlex.join(command(*QUICK))} | head -1",
         shell=True,
         executable="/bin/bash",
         capture_output=True,
@@ -575,7 +568,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "worked-example.md"
 @pytest.mark.slow
 def test_the_document_shows_what_the_command_prints() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from stemkv.cli import main; main()", "value"],
+        command("value"),
         capture_output=True,
         text=True,
         timeout=600,

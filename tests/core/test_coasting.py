@@ -27,6 +27,7 @@ from stemkv.core import (
     TokenIds,
 )
 from stemkv.core.check import check_scheduler
+from stemkv.core.prefix.cache import CacheUsage
 from stemkv.core.prefix.events import BlocksPublished
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.tokens import MIN_SPAN_TOKENS, TOKEN_BYTES, Span
@@ -43,7 +44,8 @@ from stemkv.core.schedule.events import (
 )
 from stemkv.core.schedule.order import Fair, Order
 from stemkv.errors import InvariantError, PromptTooLong
-from tests.core.scheduling import FCFS
+from tests.core.scheduling import FCFS, NAMESPACE
+from tests.seeds import slow
 
 BLOCK_SIZE = 4
 # Besides the plain one: those that count what is decoded, or pause, or look at matches.
@@ -86,7 +88,7 @@ def script(rng: random.Random, index: int, now: float) -> Script:
         max_new_tokens=num_output + (rng.randint(1, 5) if stops else 0),
         arrival_s=now,
         domain=Domain.private(rng.choice("ab")),
-        namespace=rng.choice([b"n", b"n", None]),
+        namespace=rng.choice([NAMESPACE, NAMESPACE, None]),
         hints=HINTS[index % len(HINTS)],
     )
     return Script(spec, TokenIds.from_ids(output).buffer, stops)
@@ -160,6 +162,11 @@ def work_of(plan: StepPlan) -> tuple[int, int, int]:
     )
 
 
+def usage_of(run: Run) -> CacheUsage:
+    """Blocks by state; in tokens, one that coasts is behind until it is spelled out."""
+    return replace(run.scheduler.cache.usage(), num_active_tokens=0)
+
+
 def lru_cache(num_blocks: int) -> PrefixCache:
     config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     return PrefixCache(config, Retention(Lru))
@@ -190,14 +197,14 @@ def debts_of(order: Order) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(12), *slow(range(12, 60))])
 def test_coasting_changes_no_step_no_event_and_no_state(seed: int) -> None:
     check_coasting(seed, lru_cache)
 
 
 @pytest.mark.parametrize("name", OTHER_ORDERS)
 def test_coasting_changes_nothing_in_other_orders_either(name: str) -> None:
-    for seed in range(6):
+    for seed in range(3):
         check_coasting(seed, lru_cache, OTHER_ORDERS[name])
 
 
@@ -230,12 +237,12 @@ def check_coasting(seed: int, make_cache: MakeCache, order: OrderConfig = FCFS) 
     assert coasting.work == plain.work
     assert coasting.events == plain.events
     assert coasting.debts == plain.debts
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert {type(e) for e in plain.events} >= {RequestAdmitted, RequestFinished}
     assert coasting.num_coasted > 30
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(12), *slow(range(12, 60))])
 def test_who_ends_while_a_step_runs_ends_in_the_same_order(seed: int) -> None:
     rng = random.Random(1000 + seed)
     num_blocks = rng.choice([10, 14, 40])
@@ -258,7 +265,7 @@ def test_who_ends_while_a_step_runs_ends_in_the_same_order(seed: int) -> None:
     assert [e for e in coasting.events if not isinstance(e, BlocksPublished)] == [
         e for e in plain.events if not isinstance(e, BlocksPublished)
     ]
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert coasting.num_coasted > 20
 
 
@@ -297,12 +304,14 @@ def coasting_run(
             max_new_tokens=len(output) // TOKEN_BYTES,
             arrival_s=float(index),
             domain=Domain.private("a"),
-            namespace=b"n",
+            namespace=NAMESPACE,
         )
         run.scripts[spec.request_id] = Script(spec, output, stops=False)
         run.scheduler.add(spec)
+    now = -40.0  # so that tests can begin at 0
     while any(r.num_output_tokens == 0 for r in run.scheduler.requests()):
-        run.step(0.0)
+        run.step(now)
+        now += 1.0
     return run
 
 
@@ -359,11 +368,11 @@ def test_what_is_done_to_one_that_coasts_is_done_as_if_it_did_not(verb: str) -> 
         assert scheduler.num_coasting == (2 if run.coasts else 0)
         match verb:
             case "restart":
-                scheduler.restart("r0", b"m", None, 2.0)
+                scheduler.restart("r0", b"m" * 32, None, 2.0)
             case "cut_off":
                 scheduler.cut_off("r0")
             case "retire":
-                scheduler.retire(b"n", 2.0)
+                scheduler.retire(NAMESPACE, 2.0)
             case "cancel":
                 assert scheduler.cancel("r0", 2.0)
         check_scheduler(scheduler)
@@ -374,7 +383,7 @@ def test_what_is_done_to_one_that_coasts_is_done_as_if_it_did_not(verb: str) -> 
     assert not coasting.scheduler.has_work
     assert coasting.work == plain.work
     assert coasting.events == plain.events
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     assert coasting.num_coasted > 15
 
 
@@ -424,7 +433,7 @@ def test_coasting_ends_before_a_block_is_full_and_before_the_last_token(
     plain, coasting = runs
     assert coasting.work == plain.work
     assert coasting.events == plain.events
-    assert coasting.scheduler.cache.usage() == plain.scheduler.cache.usage()
+    assert usage_of(coasting) == usage_of(plain)
     # In plans: the first token, the last, and every one that needs or fills a block.
     positions = range(num_prompt, num_prompt + num_output - 1)
     coasted = [p for p in positions[:-1] if p % 4 not in (0, 3)]
@@ -440,7 +449,7 @@ def test_who_cannot_coast_is_told_so(refused: str) -> None:
         max_new_tokens=9,
         arrival_s=0.0,
         domain=Domain.private("a"),
-        namespace=b"n",
+        namespace=NAMESPACE,
         num_samples=2 if refused == "several" else 1,
     )
     scheduler = run.scheduler
@@ -459,6 +468,9 @@ def test_who_cannot_coast_is_told_so(refused: str) -> None:
         assert scheduler.coast("r", LONG) == 2
     assert scheduler.coast("r", LONG) == 0
     check_scheduler(scheduler)
+
+
+BURSTS = [range(80), *slow(range(n, n + 80) for n in range(80, 400, 80))]
 
 
 # Quiet steps: taken at once, they are what they would have been one by one
@@ -501,7 +513,7 @@ class Burst:
                 max_new_tokens=rng.choice([1, 2, 5, 14]),
                 arrival_s=float(step),
                 domain=Domain.private(rng.choice("aab")),
-                namespace=b"n",
+                namespace=NAMESPACE,
                 num_samples=rng.choice([1, 1, 1, 2]),
                 hints=HINTS[index % len(HINTS)],
             )
@@ -564,7 +576,7 @@ class Burst:
         request = rng.choice(scheduler.requests())
         match verb:
             case "restart":
-                scheduler.restart(request.request_id, b"n", None, now)
+                scheduler.restart(request.request_id, NAMESPACE, None, now)
             case "cut_off":
                 scheduler.cut_off(request.request_id)
             case "cancel":
@@ -602,9 +614,7 @@ class Burst:
         )
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(n, n + 80) for n in range(0, 400, 80)], ids=str
-)
+@pytest.mark.parametrize("seeds", BURSTS, ids=str)
 def test_a_skip_passes_no_moment_at_which_somebody_could_have_started(
     seeds: range,
 ) -> None:
@@ -618,7 +628,7 @@ def test_a_skip_passes_no_moment_at_which_somebody_could_have_started(
 @pytest.mark.parametrize("name", OTHER_ORDERS)
 def test_in_other_orders_a_skip_passes_no_moment_either(name: str) -> None:
     num_skipped = num_indebted = 0
-    for seed in range(100):
+    for seed in range(40):
         burst, order = Burst(seed), OTHER_ORDERS[name]
         skipping = burst.run(skips=True, order=order)
         stepping = burst.run(skips=False, order=order)
@@ -627,8 +637,8 @@ def test_in_other_orders_a_skip_passes_no_moment_either(name: str) -> None:
         assert skipping.debts.items() <= stepping.debts.items(), seed
         num_skipped += skipping.num_skipped
         num_indebted += any(debt < 0 for debt in skipping.debts[skipping.num_steps])
-    assert num_skipped > 100
-    assert num_indebted > 30 or not name.startswith("fair")
+    assert num_skipped > 40
+    assert num_indebted > 12 or not name.startswith("fair")
 
 
 # With quotas, and policies that learn, admission depends on more
@@ -648,14 +658,12 @@ def quota_cache(num_blocks: int) -> PrefixCache:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(12), *slow(range(12, 60))])
 def test_coasting_changes_nothing_beside_quotas_either(seed: int) -> None:
     check_coasting(seed, quota_cache)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(n, n + 80) for n in range(0, 400, 80)], ids=str
-)
+@pytest.mark.parametrize("seeds", BURSTS, ids=str)
 def test_with_quotas_a_skip_passes_no_moment_either(seeds: range) -> None:
     for seed in seeds:
         burst = Burst(seed)
@@ -668,9 +676,9 @@ def test_with_quotas_a_skip_passes_no_moment_either(seeds: range) -> None:
 
 def test_the_bursts_skip_while_somebody_is_blocked() -> None:
     """Else the test above would not say much about it."""
-    tallies = [Burst(seed).run(skips=True) for seed in range(200)]
-    assert sum(tally.num_skipped > 0 for tally in tallies) > 100
-    assert sum(tally.num_blocked > 0 for tally in tallies) > 30
+    tallies = [Burst(seed).run(skips=True) for seed in BURSTS[0]]
+    assert sum(tally.num_skipped > 0 for tally in tallies) > 40
+    assert sum(tally.num_blocked > 0 for tally in tallies) > 12
 
 
 def test_more_steps_than_are_quiet_cannot_be_skipped() -> None:
@@ -704,7 +712,7 @@ class Loop:
         num_output: int,
         *,
         at: float,
-        namespace: bytes = b"n",
+        namespace: bytes = NAMESPACE,
     ) -> None:
         spec = RequestSpec(
             request_id=name,
@@ -770,13 +778,13 @@ def test_who_no_longer_awaits_what_did_not_come_is_not_skipped_over() -> None:
 def test_who_begins_again_where_it_finds_more_is_not_skipped_over() -> None:
     loop = Loop(num_blocks=9, token_budget=64)
     prompt = TokenIds.from_ids([1] * 17)
-    loop.add("leader", prompt, 9, at=0.0, namespace=b"m")
+    loop.add("leader", prompt, 9, at=0.0, namespace=b"m" * 32)
     loop.step()
     loop.add("waiting", prompt, 9, at=1.0)
     loop.step()
     assert not loop.started("waiting")
     assert loop.scheduler.num_quiet_steps, "it is blocked, and all others coast"
-    loop.scheduler.restart("waiting", b"m", None, 2.0)
+    loop.scheduler.restart("waiting", b"m" * 32, None, 2.0)
     assert_starts_next(loop, "waiting")
 
 

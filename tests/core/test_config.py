@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,11 @@ from stemkv.core import (
     Retention,
     SchedulerConfig,
 )
+from stemkv.core.core import Core, CoreConfig
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.errors import ConfigError
 from tests.core.builders import ALICE, NAMESPACE, tokens
+from tests.sim.depth_cost import DepthCost
 
 
 def test_the_defaults_are_valid_and_say_what_we_document() -> None:
@@ -167,3 +170,67 @@ def test_a_size_can_hit_if_asking_twice_hits(
     hits = cache.peek(NAMESPACE, ALICE, tokens(prompt)).num_tokens > 0
 
     assert config.can_hit(num_prompt, num_output) == hits
+
+
+def test_a_core_says_which_part_is_of_the_wrong_kind() -> None:
+    for name, kind in (("cache", "a CacheConfig"), ("order", "an OrderConfig")):
+        with pytest.raises(ConfigError, match=f"{name} must be {kind}, got str"):
+            CoreConfig(**{name: "fifo"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="scheduler must be .* got NoneType"):
+        CoreConfig(scheduler=None)  # type: ignore[arg-type]
+
+
+def test_a_core_keeps_books_where_it_has_prices_and_is_to_have_some() -> None:
+    config = CoreConfig().sized(8)
+
+    assert Core(config).ledger is None
+    assert Core(config, DepthCost()).ledger is not None
+    assert Core(replace(config, books=None), DepthCost()).ledger is None
+
+
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        (CoreConfig(eviction=EvictionConfig(objective="seconds")), "objective seconds"),
+        (CoreConfig(scheduler=SchedulerConfig(step_time_s=0.1)), "step_time_s needs"),
+    ],
+)
+def test_what_is_counted_in_seconds_needs_costs(
+    config: CoreConfig, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Core(config)
+
+    Core(config, DepthCost())
+
+
+class Heard:
+    """A recorder that notes the verbs."""
+
+    def __init__(self) -> None:
+        self.verbs: list[str] = []
+
+    def begin(self, core: Core) -> None:
+        self.verbs.append("begin")
+
+    def hear(self, core: Core, verb: str, answer: object, /, **asked: Any) -> None:
+        self.verbs.append(verb)
+
+
+def test_a_recorder_hears_each_verb_once_and_nothing_that_happens_inside() -> None:
+    """Retiring a namespace retires it in the cache, too; a step ends sessions."""
+    heard = Heard()
+    core = Core(CoreConfig().sized(8), recorder=heard)
+
+    core.declare(NAMESPACE, tokens("a" * 16))
+    core.retire(NAMESPACE, 0.0)
+    core.reset(NAMESPACE, 0.0)
+    core.lift_fence(core.fence())
+    core.abandon(core.schedule(1.0), 2.0)
+    with pytest.raises(ConfigError):
+        core.keep(NAMESPACE, ALICE, tokens("a" * 160), until=9.0, now=2.0)
+
+    assert heard.verbs == [
+        *("begin", "declare", "retire", "reset", "fence", "lift_fence"),
+        *("schedule", "abandon"),
+    ]

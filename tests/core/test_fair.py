@@ -33,6 +33,7 @@ TENANTS = ("a", "b", "c")
 DOMAINS = ("x", "y")
 BLOCK = 16
 LEAST_LANE_CHUNK = 128
+MOST_AHEAD = 3
 MOST_CREDIT = 200_000
 SHORT = (1, 17, 40, 130, 150, 400)  # around what a lane gives at least
 LONG = (*SHORT, 3_000, 150_000, 250_000)  # around what a lane saves at most
@@ -56,7 +57,10 @@ class PlainFair:
     credits: dict[str, Fraction] = field(default_factory=dict)
     passed: set[RequestId] = field(default_factory=set)
     admits: bool = True
-    has_lanes: bool = True
+    # In a step: whose lane waits, of whom nobody may start, whether somebody is due.
+    lanes_off: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
+    someone_is_due: bool = False
 
     def deficit(self, tenant: str) -> Fraction:
         return self.deficits.get(tenant, Fraction(0))
@@ -70,6 +74,7 @@ class PlainFair:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self.deficits.setdefault(request.spec.owner, Fraction(0))
 
     def start(self, request: Request) -> None:
         self.waiting.remove(request)
@@ -91,7 +96,8 @@ class PlainFair:
         del self.leaders[request.request_id]
 
     def begin(self, *, admits: bool) -> None:
-        self.admits, self.has_lanes, self.passed = admits, True, set()
+        self.admits, self.passed = admits, set()
+        self.lanes_off, self.barred, self.someone_is_due = set(), set(), False
 
     def candidates(self) -> list[Request]:
         ranked = self.waiting + (self.unfinished if self.pauses else [])
@@ -100,7 +106,8 @@ class PlainFair:
     def may_go(self, request: Request) -> bool:
         if request.request_id in self.passed or request.request_id in self.leaders:
             return False
-        return request in self.unfinished or self.admits
+        may_start = self.admits and request.spec.owner not in self.barred
+        return request in self.unfinished or may_start
 
     def pick(self) -> Pick | None:
         if not self.pauses:
@@ -110,21 +117,35 @@ class PlainFair:
         candidates = self.candidates()
         if not candidates:
             return None
-        while not any(self.deficit(r.spec.owner) > 0 for r in candidates):
-            self.grant({r.spec.owner for r in candidates})
-        eligible = [r for r in candidates if self.deficit(r.spec.owner) > 0]
+        richest = max(self.deficit(r.spec.owner) for r in candidates)
+        if richest <= 0 and self.someone_is_due:
+            # No round begins; who has the least debt goes on.
+            eligible = [r for r in candidates if self.deficit(r.spec.owner) == richest]
+        else:
+            while not any(self.deficit(r.spec.owner) > 0 for r in candidates):
+                self.grant()
+            eligible = [r for r in candidates if self.deficit(r.spec.owner) > 0]
         # What is public decides between domains, what is cached within one.
         domain = min(eligible, key=public_key).spec.domain
         best = min((r for r in eligible if r.spec.domain == domain), key=own_key)
         return self.lane_pick(best.spec.owner) or Pick(best)
 
-    def grant(self, tenants: set[str]) -> None:
-        for tenant in tenants:
-            share = Fraction(self.quantum) * Fraction(self.weights.get(tenant, 1.0))
-            self.deficits[tenant] = min(share, self.deficit(tenant) + share)
+    def grant(self) -> None:
+        everybody = self.waiting + self.unfinished
+        wanting = {r.spec.owner for r in everybody}
+        ranked = self.waiting + (self.unfinished if self.pauses else [])
+        saving = {r.spec.owner for r in ranked if r.request_id not in self.leaders}
+        for tenant in self.deficits:
+            share = self.share(tenant)
+            most = max(share, MOST_CREDIT) if tenant in saving else share
+            most = most if tenant in wanting else Fraction(0)
+            self.deficits[tenant] = min(most, self.deficit(tenant) + share)
+
+    def share(self, tenant: str) -> Fraction:
+        return Fraction(self.quantum) * Fraction(self.weights.get(tenant, 1.0))
 
     def lane_pick(self, tenant: str) -> Pick | None:
-        if not self.has_lanes or self.credit(tenant) <= 0:
+        if tenant in self.lanes_off or self.credit(tenant) <= 0:
             return None
         served = [self.leaders.get(r.request_id, r) for r in self.by_arrival(tenant)]
         # Whoever waits for a driver, and so for nobody, is nobody's turn.
@@ -147,18 +168,32 @@ class PlainFair:
             if self.by_arrival(pick.lane):
                 self.credits[pick.lane] = self.credit(pick.lane) - num_tokens
         if is_last or pick.most_tokens is None or num_tokens < pick.most_tokens:
-            self.pass_over(pick)
-
-    def pass_over(self, pick: Pick) -> None:
-        self.passed.add(pick.request.request_id)
+            self.passed.add(pick.request.request_id)
 
     def cannot_start(self, pick: Pick) -> bool:
-        work = pick.request.num_tokens - pick.request.num_ready
-        if pick.lane is not None and self.credit(pick.lane) < work:
-            self.has_lanes = False
-            return False
-        self.admits = False
-        return True
+        owner, work = pick.request.spec.owner, self.work(pick)
+        is_owed = self.deficit(owner) >= min(work, MOST_CREDIT)
+        if is_owed or (pick.lane is not None and self.credit(pick.lane) >= work):
+            self.admits, self.someone_is_due = False, True
+            return True
+        if pick.lane is not None:
+            self.lanes_off.add(pick.lane)
+        else:
+            self.barred.add(owner)
+        return False
+
+    def work(self, pick: Pick) -> int:
+        return pick.request.num_tokens - pick.request.num_ready
+
+    def yields_to(self, pick: Pick, running: Sequence[Request]) -> Request | None:
+        if len(running) == 1:
+            return None
+        victim, owner = self.victim(running), pick.request.spec.owner
+        ahead = victim.spec.owner
+        rounds = self.deficit(owner) / self.share(owner)
+        rounds -= self.deficit(ahead) / self.share(ahead)
+        most = MOST_AHEAD + self.work(pick) / self.share(owner)
+        return victim if rounds > most else None
 
     def decoded(self, tenant: str, num_tokens: int) -> None:
         cost = num_tokens * Fraction(self.decode_weight)
@@ -296,7 +331,7 @@ class PicksTwice(RuleBasedStateMachine):
                 break
             request = pick.request
             if request.state is not RequestState.RUNNING:
-                if not self._try_to_start(pick, data):
+                if not self._try_to_start(pick, ends, data):
                     continue
             elif data.draw(st.integers(0, 9)) == 9:
                 ends.pop(self._preempt(data).request_id, None)
@@ -311,15 +346,21 @@ class PicksTwice(RuleBasedStateMachine):
             budget -= num
         self._commit(ends)
 
-    def _try_to_start(self, pick: Pick, data: st.DataObject) -> bool:
+    def _try_to_start(
+        self, pick: Pick, ends: dict[RequestId, int], data: st.DataObject
+    ) -> bool:
         request = pick.request
         match data.draw(st.sampled_from([*["start"] * 6, "no memory", "hold"])):
             case "no memory":
-                is_last = self.fair.cannot_start(pick)
-                assert is_last == self.plain.cannot_start(pick)
-                if not is_last:
-                    self.fair.pass_over(pick)
-                    self.plain.pass_over(pick)
+                is_due = self.fair.cannot_start(pick)
+                assert is_due == self.plain.cannot_start(pick)
+                running = self._running()
+                if is_due and running:
+                    victim = self.fair.yields_to(pick, running)
+                    assert victim is self.plain.yields_to(pick, running)
+                    if victim is not None:
+                        self._take_back(victim, data)
+                        ends.pop(victim.request_id, None)
                 return False
             case "hold":
                 leader = data.draw(st.sampled_from([None, *self.plain.unfinished]))
@@ -356,14 +397,20 @@ class PicksTwice(RuleBasedStateMachine):
         self.plain.add(request)
 
     def _preempt(self, data: st.DataObject) -> Request:
-        running = sorted(self.plain.unfinished, key=lambda r: r.order_key)
+        running = self._running()
         victim = self.fair.victim(running)
         assert victim is self.plain.victim(running)
+        self._take_back(victim, data)
+        return victim
+
+    def _running(self) -> list[Request]:
+        return sorted(self.plain.unfinished, key=lambda r: r.order_key)
+
+    def _take_back(self, victim: Request, data: st.DataObject) -> None:
         self._remove(victim)
         victim.num_computed = 0
         victim.state = RequestState.PREEMPTED
         self._enqueue(victim, data)
-        return victim
 
     def _remove(self, request: Request) -> None:
         self.fair.remove(request)

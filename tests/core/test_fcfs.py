@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core import Fcfs, Request
+from stemkv.core import Domain, Fcfs, OrderConfig, Request, RequestId
 from stemkv.core.schedule.request import RequestState
 from tests.core.scheduling import build_spec
 
@@ -134,3 +137,50 @@ def test_the_order_is_always_that_of_sorted_arrivals(
         order.begin(0.0, admits=True)
         pick = order.pick()
         assert (pick and pick.request) == (expected[0] if expected else None)
+
+
+@dataclass
+class Plain:
+    """As little as an order may see of a request."""
+
+    request_id: RequestId
+    arrival_s: float
+    num_tokens: int = 8
+    domain: Domain = field(default_factory=lambda: Domain.private("a"))
+    owner: str = "a"
+    request_class: str | None = None
+    state: RequestState = RequestState.WAITING
+    num_ready: int = 0
+    num_ready_in_public: int = 0
+    is_late: bool = False
+
+    @property
+    def spec(self) -> Plain:
+        return self
+
+    @property
+    def order_key(self) -> tuple[float, int, int]:
+        return (self.arrival_s, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["fair", "fcfs", "lpm", "residual"])
+def test_an_order_needs_nothing_of_a_request_but_what_a_candidate_has(
+    name: str,
+) -> None:
+    order = OrderConfig(name=name).make()
+    late, early = Plain(RequestId("late"), 2.0), Plain(RequestId("early"), 1.0)
+    for each in (late, early):
+        order.add(each)
+    assert [each.request_id for each in order.first(2, 3.0)] == ["early", "late"]
+
+    order.begin(3.0, admits=True)
+    pick = order.pick()
+
+    assert pick is not None
+    assert pick.request is early
+    early.state = RequestState.RUNNING
+    order.start(early)
+    order.ran(pick, 8, is_last=True)
+    order.remove(early)
+    assert len(order) == 1
+    assert order.victim([early, late]) is late

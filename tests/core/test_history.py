@@ -6,13 +6,16 @@ import math
 import sys
 from array import array
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemkv.core.books.history import History
+from stemkv.core.books.account import PrefixAccount
+from stemkv.core.books.history import History, Place
 from stemkv.core.books.past import Past, PastRun
 from stemkv.core.prefix.identity import PUBLIC, Domain
 from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE, tokens
@@ -171,7 +174,7 @@ def ask(history: History, asked: Question) -> list[PastRun]:
 
 
 @given(data=st.data(), block_size=st.sampled_from([1, 2, 3]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
     data: st.DataObject, block_size: int
 ) -> None:
@@ -189,7 +192,7 @@ def test_history_knows_of_each_block_what_a_dict_of_blocks_knows(
 
 
 @given(data=st.data(), max_blocks=st.integers(1, 12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_bounded_history_forgets_and_never_invents(
     data: st.DataObject, max_blocks: int
 ) -> None:
@@ -361,3 +364,125 @@ def test_many_holders_of_one_text_are_bounded_too() -> None:
 
     assert history.num_blocks == 100
     assert sum(len(node.gone) for node in history._nodes()) == 5
+
+
+def built(num_nodes: int, max_blocks: int | None) -> tuple[History, bytes, Place]:
+    """A path that is cut before each of its blocks, and where it ends."""
+    history = History(1, max_blocks=max_blocks)
+    text = "ab" * num_nodes
+    place = history.published(NAMESPACE, ALICE, tokens(text), 0, len(text))
+    for stop in range(1, num_nodes):
+        fork = text[:stop] + "z"
+        history.leave(history.published(NAMESPACE, BOB, tokens(fork), stop, stop + 1))
+    return history, tokens(text), place
+
+
+@pytest.mark.parametrize("max_blocks", [None, 5_000], ids=["all", "bounded"])
+def test_what_comes_and_goes_costs_the_same_at_any_depth(
+    max_blocks: int | None,
+) -> None:
+    num_calls = []
+    for num_nodes in (4, 400):
+        history, prompt, place = built(num_nodes, max_blocks)
+        assert len(list(history._nodes())) >= 2 * num_nodes - 2
+        num_blocks = len(prompt) // 4
+        longer = prompt + tokens("xy")
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        leaf = history.published(
+            NAMESPACE, BOB, longer, num_blocks, num_blocks + 2, after=place
+        )
+        history.past(NAMESPACE, ALICE, longer, num_blocks, num_blocks + 2, after=leaf)
+        history.left(leaf, num_blocks, 5.0)
+        history.leave(leaf)
+        sys.setprofile(None)
+        num_calls.append(calls)
+
+    assert num_calls[0] == num_calls[1]
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_digests_are_those_of_all_tokens_up_to_the_end_of_a_run(
+    data: st.DataObject,
+) -> None:
+    history = History(1)
+    resident = []
+    for act in data.draw(lives(1)):
+        place = history.published(
+            act.namespace, act.domain, tokens(act.text), act.start, act.stop
+        )
+        account = PrefixAccount(
+            domain=act.domain,
+            start=act.start,
+            end=act.stop,
+            num_blocks=act.stop - act.start,
+            is_pinned=False,
+            since_s=0.0,
+        )
+        account.hit(act.start, act.stop)
+        resident.append((place, account))
+
+    num_tokens = sum(account.hit_tokens for _, account in resident)
+    accounts = history.accounts(resident)
+    assert sum(account.hit_tokens for account in accounts.values()) == num_tokens
+    assert accounts.keys() == {
+        fresh_digest(*holder, text_to(node))
+        for node in history._nodes()
+        for holder, gone in node.gone.items()
+        if max(gone) == math.inf  # it has some of its blocks
+    }
+
+
+def fresh_digest(namespace: bytes, domain: Domain, text: str) -> bytes:
+    place = (namespace, domain.kind.value, domain.name)
+    return sha256(repr(place).encode() + tokens(text)).digest()
+
+
+def text_to(node: Any) -> str:
+    edges = []
+    while node.parent is not None:
+        edges.append(bytes(node.edge))
+        node = node.parent
+    ids = array("i", b"".join(reversed(edges)))
+    return "".join(map(chr, ids))
+
+
+def test_a_place_is_found_again_after_its_run_was_cut_above_and_below_it() -> None:
+    history = History(1)
+    whole = history.published(NAMESPACE, ALICE, tokens("abcdef"), 0, 6)
+    upper = history.cut(whole, 4)
+    for fork in ("abx", "abcdx", "ax"):
+        history.leave(
+            history.published(NAMESPACE, BOB, tokens(fork), len(fork) - 1, len(fork))
+        )
+    history.left(whole, 4, 7.0)
+    history.leave(whole)
+
+    assert history.past(NAMESPACE, ALICE, tokens("abcdef"), 0, 6) == [
+        PastRun(4, Past(left_s=math.inf)),
+        PastRun(2, Past(left_s=7.0)),
+    ]
+    longer = history.published(NAMESPACE, ALICE, tokens("abcdxy"), 5, 6, after=upper)
+    assert (longer.node.start, longer.stop) == (5, 6)
+    check_nodes(history)
+
+
+def test_a_run_that_is_resident_stays_in_its_place_when_it_is_forgotten() -> None:
+    history = History(1, max_blocks=4)
+    place = history.published(NAMESPACE, ALICE, tokens("ab"), 0, 2)
+    for letter in "cdefgh":
+        history.leave(history.published(NAMESPACE, ALICE, tokens(letter), 0, 1))
+
+    assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [PastRun(2, Past())]
+    history.left(place, 0, 9.0)
+    history.leave(place)
+    assert history.past(NAMESPACE, ALICE, tokens("ab"), 0, 2) == [
+        PastRun(2, Past(left_s=9.0))
+    ]
+    check_nodes(history)

@@ -7,12 +7,19 @@ agree, and every reason for a miss is what the cache ever held.
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from stemkv.core import Domain, FinishReason
 from stemkv.core.books.entry import LedgerEntry, MissReason
@@ -189,8 +196,16 @@ class LedgerMachine(SchedulerMachine):
 
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=50, stateful_step_count=40, deadline=None
 )
+
+
+@pytest.mark.slow
+def test_many_more_walks_with_books() -> None:
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(max_examples=400, stateful_step_count=60, deadline=None),
+    )
 
 
 def live(driver: BookedDriver, rng: random.Random, num_acts: int) -> None:
@@ -231,6 +246,7 @@ def live(driver: BookedDriver, rng: random.Random, num_acts: int) -> None:
         driver.check()
 
 
+@cache  # by a seed the same, and two tests look at them
 def lives(seed: int, *, is_booked: bool) -> BookedDriver:
     rng = random.Random(seed)
     block_size = rng.randint(1, 4)

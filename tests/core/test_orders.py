@@ -40,6 +40,7 @@ from stemkv.core.books.cost import StepShape
 from stemkv.core.books.waits import WaitReason
 from stemkv.core.check import check_scheduler
 from stemkv.core.retention.retention import Retention
+from stemkv.core.schedule.events import RequestPreempted
 from stemkv.core.schedule.order.keys import by_cached
 from stemkv.core.schedule.order.queue import RequestQueue
 from stemkv.core.schedule.order.ranking import Ranking, request_of
@@ -81,6 +82,7 @@ class Load:
     order: OrderConfig
     num_blocks: int = 4_000
     token_budget: int = 256
+    max_num_running: int = 64
     step_time_s: float | None = None
     costs: FittedCost = COSTS
     entries: list[LedgerEntry] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Load:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 token_budget=self.token_budget,
-                max_num_running=64,
+                max_num_running=self.max_num_running,
                 step_time_s=self.step_time_s,
             ),
             cache,
@@ -107,6 +109,10 @@ class Load:
         )
         self.now = 0.0
         self.numbers = count()
+        self.leaves_idle = (
+            False  # the last step, a place and tokens that somebody wants
+        )
+        self.num_preempted = 0
 
     def add(
         self,
@@ -116,6 +122,7 @@ class Load:
         domain: str = "all",
         shares: bool = True,
         max_new_tokens: int = 1,
+        num_samples: int = 1,
         request_class: str | None = None,
     ) -> str:
         request_id = f"r{next(self.numbers)}"
@@ -124,6 +131,7 @@ class Load:
                 request_id=RequestId(request_id),
                 prompt=TokenIds.from_ids(list(prompt)),
                 max_new_tokens=max_new_tokens,
+                num_samples=num_samples,
                 arrival_s=self.now,
                 domain=Domain.group(domain),
                 namespace=NAMESPACE if shares else None,
@@ -136,6 +144,12 @@ class Load:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule(self.now)
         self.plans.append(plan)
+        num_preempted = self.num_preempted
+        self.leaves_idle = (
+            self.scheduler.num_waiting > 0
+            and self.scheduler.num_running < self.max_num_running
+            and plan.num_tokens < self.token_budget
+        )
         for chunk in plan.chunks:
             if chunk.request_id not in self.starts:
                 self.starts.append(chunk.request_id)
@@ -145,7 +159,10 @@ class Load:
             if chunk.num_samples
         }
         self.now += 0.01
-        self.scheduler.commit(plan, StepResult(samples), self.now)
+        events = self.scheduler.commit(plan, StepResult(samples), self.now)
+        self.num_preempted += sum(isinstance(e, RequestPreempted) for e in events)
+        if self.num_preempted > num_preempted:  # what that frees is for the next step
+            self.leaves_idle = False
         self.entries += self.ledger.take_entries()
         return plan
 
@@ -392,6 +409,137 @@ def test_everybody_ends_under_arrivals_aborts_and_memory_pressure(
                 assert oldest.state is not RequestState.PREEMPTED
     load.run()
     assert load.scheduler.num_waiting == 0
+
+
+# Whatever one tenant sends
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request is like; all that matters of it to others."""
+
+    num_tokens: int
+    max_new_tokens: int
+    num_samples: int
+
+
+PLACES = 8
+ASKS = st.builds(
+    Ask,
+    st.sampled_from([1, 40, 600]),
+    st.sampled_from([1, 5, 80]),
+    st.sampled_from([1, 2, PLACES]),
+)
+PLENTY, SHORT = 4_000, 100  # blocks
+QUANTUM = 64
+
+
+def send(load: Load, asks: Sequence[Ask], tenant: str, author: Author) -> list[str]:
+    return [
+        load.add(
+            author.new(ask.num_tokens),
+            tenant=tenant,
+            max_new_tokens=ask.max_new_tokens,
+            num_samples=ask.num_samples,
+            request_class="chat",
+        )
+        for ask in asks
+    ]
+
+
+def steps_alone(order: OrderConfig, asks: Sequence[Ask]) -> int:
+    load = Load(order, max_num_running=PLACES)
+    send(load, asks, "a", Author(0))
+    load.run()
+    return len(load.plans)
+
+
+@pytest.mark.parametrize("order", EVERY_ORDER, ids=named)
+def test_samples_that_wait_for_places_keep_nobody_waiting(order: OrderConfig) -> None:
+    load = Load(order, max_num_running=16)
+    author = Author(0)
+    send(load, [Ask(4, 200, 1)], "a", author)
+    load.step()
+    [gang] = send(load, [Ask(8, 1, 16)], "b", author)
+    [other] = send(load, [Ask(8, 1, 1)], "c", author)
+
+    load.step()
+
+    ended = {e.request_id for e in load.entries}
+    assert {gang, other} <= ended
+
+
+@pytest.mark.parametrize("order", EVERY_ORDER, ids=named)
+@given(
+    running=st.lists(ASKS, max_size=4),
+    asks=st.lists(ASKS, min_size=1, max_size=4),
+    later=st.lists(ASKS, max_size=4),
+)
+@settings(deadline=None, max_examples=8)
+def test_no_place_is_idle_while_somebody_waits(
+    order: OrderConfig, running: list[Ask], asks: list[Ask], later: list[Ask]
+) -> None:
+    """So nobody waits longer than all that others ask for takes without it."""
+    load = Load(order, max_num_running=PLACES)
+    author = Author(0)
+    send(load, running, "a", author)
+    load.step()
+    send(load, asks, "b", author)
+    load.step()
+    send(load, later, "a", author)
+    while load.scheduler.has_work:
+        load.step()
+        assert not load.leaves_idle
+    alone = steps_alone(order, running + later) + steps_alone(order, asks)
+    assert len(load.plans) <= alone + 2 * (1 + load.num_preempted)
+
+
+@pytest.mark.parametrize("num_blocks", [PLENTY, SHORT], ids=["plenty", "short"])
+@pytest.mark.parametrize("pauses", [True, False], ids=["pausing", "not-pausing"])
+@given(
+    running=st.lists(ASKS, max_size=8),
+    ask=ASKS,
+    later=st.lists(st.tuples(st.integers(0, 9), ASKS), max_size=12),
+)
+@settings(deadline=None, max_examples=25)
+def test_whatever_another_tenant_sends_nobody_waits_beyond_its_turn(
+    num_blocks: int,
+    pauses: bool,
+    running: list[Ask],
+    ask: Ask,
+    later: list[tuple[int, Ask]],
+) -> None:
+    order = OrderConfig(quantum=QUANTUM, pauses_prefills=pauses)
+    load = Load(order, num_blocks=num_blocks, max_num_running=PLACES, token_budget=64)
+    author = Author(0)
+    send(load, running, "a", author)
+    for _ in range(5):
+        if load.scheduler.has_work:
+            load.step()
+    served = load.scheduler.service.of("a")
+    [mine] = send(load, [ask], "b", author)
+    before = served.num_prefill + 2 * served.num_decode
+    request = load.scheduler.request(RequestId(mine))
+    assert request is not None
+    share = request.share
+    by_step = sorted(later, key=lambda each: each[0])
+    num_steps = 0
+    while share.run is None:
+        send(load, [a for at, a in by_step if at == num_steps], "a", author)
+        oldest = load.scheduler._running[0] if load.scheduler._running else None
+        load.step()
+        num_steps += 1
+        if num_blocks == SHORT and oldest is not None and oldest.spec.tenant == "a":
+            # What the oldest one decodes nobody can take back.
+            before += 2
+    while_waiting = served.num_prefill + 2 * served.num_decode - before
+    # Three quanta and its own work that others are ahead by before one of them yields;
+    # a quantum that was left when it came, one that it may take last, and the step in
+    # which all of that is found out.
+    most = ask.num_tokens + 5 * QUANTUM + 2 * (load.token_budget + 2 * PLACES)
+    if not pauses:
+        most += 600  # a prefill that is not paused
+    assert while_waiting <= most
 
 
 @pytest.mark.parametrize("order", EVERY_ORDER, ids=named)

@@ -43,6 +43,7 @@ from tests.core.builders import ALICE, BOB, CREW, NAMESPACE, OTHER_NAMESPACE
 from tests.core.picture import picture
 from tests.core.scheduling import tokens
 from tests.core.watching import WatchedCache
+from tests.seeds import slow
 
 DAVE = Domain.private("dave")
 POLICIES = ["lru", "reuse_index", *EVICTIONS]
@@ -547,7 +548,7 @@ def walk(seed: int, *, num_steps: int) -> QuotaMachine:
     return machine
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(16), *slow(range(16, 40))])
 def test_no_random_walk_breaks_a_quota(seed: int) -> None:
     walk(seed, num_steps=150)
 
@@ -567,7 +568,7 @@ def run_machine(*, max_examples: int, num_steps: int) -> None:
 
 
 def test_no_sequence_of_events_breaks_a_quota() -> None:
-    run_machine(max_examples=60, num_steps=40)
+    run_machine(max_examples=40, num_steps=40)
 
 
 @pytest.mark.slow

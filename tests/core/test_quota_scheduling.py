@@ -58,6 +58,7 @@ from tests.core.test_scheduler_machine import (
     roll_out,
 )
 from tests.core.watching import WatchedCache
+from tests.seeds import slow
 
 CREW = Domain.group("crew")
 DOMAINS = [*map(Domain.private, TENANTS), CREW]
@@ -236,7 +237,7 @@ def operate(driver: QuotaDriver, rng: random.Random, stems: Sequence[str]) -> No
             driver.cut_off(rng.choice(requests).request_id)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(12), *slow(range(12, 20))])
 def test_everybody_gets_to_the_end_whatever_quotas_and_hints_there_are(
     seed: int,
 ) -> None:
@@ -273,7 +274,7 @@ def outputs_of(driver: QuotaDriver) -> dict[str, str]:
     return dict(driver.outputs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(2), *slow(range(2, 4))])
 def test_quotas_policies_and_hints_never_change_a_token(seed: int) -> None:
     """One list of requests, however memory is divided and whatever is said."""
     rng = random.Random(seed)
@@ -518,7 +519,7 @@ def beside(seed: int, others: str, policy: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *slow(range(3, 6))])
 def test_within_its_floor_a_domain_cannot_tell_what_others_do(
     seed: int, policy: str
 ) -> None:

@@ -1188,7 +1188,7 @@ def test_every_process_lets_the_same_blocks_go() -> None:
             text=True,
             check=True,
         ).stdout
-        for hash_seed in ("0", "1", "424242")
+        for hash_seed in ("0", "1")
     }
 
     assert len(printed) == 1

@@ -27,7 +27,7 @@ from stemkv.core.schedule.events import (
     TokenSampled,
 )
 from stemkv.core.schedule.request import RequestState, TokenCounts
-from stemkv.errors import DuplicateRequest, InvariantError
+from stemkv.errors import DuplicateRequest, InvariantError, RequestError
 from tests.core.builders import build_cache, hold, serve, snapshot
 from tests.core.scheduling import (
     BASE,
@@ -392,7 +392,7 @@ def test_nobody_is_restarted_who_is_not_in_flight() -> None:
     driver = waiting()
     driver.run()
     for request_id in ("r", "nobody"):
-        with pytest.raises(KeyError):
+        with pytest.raises(RequestError, match="no request '[a-z]+' is in flight"):
             driver.scheduler.restart(RequestId(request_id), None, None, 0.0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -1168,9 +1169,9 @@ def test_the_prompt_of_several_samples_is_computed_once() -> None:
         assert (counts.inherited, counts.computed, counts.reused) == (20, 0, 0)
 
 
-def test_places_are_reserved_for_all_samples_from_the_start() -> None:
+def test_samples_take_places_as_they_come_and_answer_as_ever() -> None:
     driver = Driver(max_num_running=4, num_blocks=100)
-    driver.add("three", "efghij", max_new_tokens=4, num_samples=3)
+    driver.add("four", "efghij", max_new_tokens=4, num_samples=4)
     driver.add("two", "ijklmn", max_new_tokens=4, num_samples=2)
     driver.add("one", "mnopqr", max_new_tokens=4)
 
@@ -1178,8 +1179,40 @@ def test_places_are_reserved_for_all_samples_from_the_start() -> None:
         driver.step()
         assert driver.scheduler.num_running <= 4
 
-    # Three and one would fit, but nobody overtakes.
-    assert admitted(driver.events) == ["three", "two", "one"]
+    # All three have a place at once. Five first tokens later one is left for samples,
+    # and the first request's come first.
+    assert admitted(driver.events)[:4] == ["four", "two", "one", "four#2"]
+    preempted = of_type(driver.events, RequestPreempted)
+    assert [e.request_id for e in preempted] == ["four#3", "four#2", "two#1"]
+    for sample in range(4):
+        request_id = f"four#{sample}" if sample else "four"
+        assert driver.outputs[request_id] == generate_alone("efghij", 4, sample=sample)
+    # What they had computed was cached but for the last token.
+    assert driver.requests["four#3"].counts.recomputed <= 4  # a block
+    driver.finish()
+
+
+def test_samples_without_a_place_that_may_share_nothing_compute_their_prompt() -> None:
+    driver = Driver(max_num_running=2)
+    driver.add("r", "efghij", max_new_tokens=3, num_samples=2, namespace=None)
+    driver.add("s", "ijklmn", max_new_tokens=3)
+
+    driver.finish()
+
+    assert driver.requests["r#1"].num_preemptions == 1
+    assert driver.outputs["r#1"] == generate_alone("efghij", 3, sample=1)
+
+
+def test_a_sample_that_ends_at_once_needs_no_place() -> None:
+    driver = Driver(max_num_running=4)
+    driver.add("long", "ab", max_new_tokens=9)
+    driver.step()
+    driver.add("r", "efghij", max_new_tokens=1, num_samples=4)
+
+    driver.step()
+
+    assert {"r", "r#1", "r#2", "r#3"} <= set(driver.ends)
+    assert not of_type(driver.events, RequestPreempted)
     driver.finish()
 
 
@@ -1683,6 +1716,25 @@ def test_one_token_that_a_preemption_left_to_compute_is_no_decode() -> None:
     assert not chunk.is_decode
     assert driver.plans[1].chunks[0].is_decode
     driver.finish()
+
+
+def test_what_a_commit_copies_does_not_grow_with_the_context() -> None:
+    def peak(num_prompt: int) -> int:
+        """Most bytes that a commit took, of steps that fill a block and that do not."""
+        driver = Driver(num_blocks=num_prompt, token_budget=num_prompt)
+        request = driver.add("r", "e" * num_prompt, max_new_tokens=64)
+        peaks = []
+        for now in range(10, 42):
+            plan = driver.scheduler.schedule(float(now))
+            result = StepResult({request.request_id: (Sample(1),)})
+            tracemalloc.start()
+            driver.scheduler.commit(plan, result, float(now))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        # The buffers are copied when they begin to grow, and once when they are full.
+        return sorted(peaks[16:])[-3]
+
+    assert peak(8000) < 2 * peak(400) < 16_000, "a copy of the tokens alone is 32,000"
 
 
 BAD_TIMES = [math.nan, math.inf, "1", None, True, -1.0]

@@ -146,7 +146,7 @@ def test_requests_without_a_session_are_not_limited() -> None:
 
 
 @given(seed=st.integers(0, 10_000), order=st.sampled_from(["fair", "fcfs", "lpm"]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_everybody_ends_whatever_sessions_there_are(seed: int, order: str) -> None:
     chance = random.Random(seed)
     config = SessionConfig(

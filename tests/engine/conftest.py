@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
-from stemkv.engine import LoadedModel, load_model, wrap_model
+from stemkv.engine import LoadedModel, linear, load_model, wrap_model
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,24 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_are_tried_once() -> Iterator[None]:
+    """What a shape's kernel does is found out by trial, by every engine; once will do."""
+    trial = linear._min_stable_rows
+
+    @cache
+    def tried(_num_threads: int, *how: Any) -> int | None:
+        return trial(*how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            linear,
+            "_min_stable_rows",
+            lambda *how: tried(torch.get_num_threads(), *how),
+        )
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,13 +19,15 @@ from stemkv.core.books.cost import FittedCost
 from stemkv.core.check import check_scheduler
 from stemkv.core.prefix.hints import Hints
 from stemkv.core.retention.policies import EVICTIONS, EvictionConfig
-from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
+from stemkv.engine import Engine, LoadedModel, SamplingParams
 from stemkv.engine.quotas import MemoryQuota, MemoryQuotas
 from stemkv.engine.recorder import StepRecorder
 from stemkv.errors import ConfigError
-from stemkv.measure.steplog import StepLog, read_step_log
+from stemkv.measure.steplog import StepLog
+from stemkv.measure.steplog_lines import read_step_log
 from tests.engine.models import VOCABULARY, kv_bytes, tokens
 from tests.engine.serving import Ask, PublishedKv, Served
+from tests.knobs import engine_config
 
 __all__ = ["EVERY_POLICY", "POLICIES", "SECONDS", "Life", "name_of", "small_quotas"]
 
@@ -104,7 +106,7 @@ class Life:
         )
         self.engine = Engine(
             self.loaded,
-            EngineConfig(**settings | self.config),
+            engine_config(**settings | self.config),
             clock=lambda: self.now,
             on_logits=self.served.note_logits,
             recorder=StepRecorder(self.file, model=self.loaded.name),

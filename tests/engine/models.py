@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -22,10 +23,11 @@ from transformers import (
 )
 
 from stemkv.core import CostModel, RequestId, TokenIds
-from stemkv.engine import Engine, EngineConfig, LoadedModel, wrap_model
+from stemkv.engine import Engine, LoadedModel, wrap_model
 from stemkv.engine.kv import KvMemory
 from stemkv.engine.numerics import EXACT, Numerics, fitted
 from stemkv.engine.runner import ModelRunner
+from tests.knobs import engine_config
 
 __all__ = [
     "TINY",
@@ -115,6 +117,12 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def build_model(
     name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0
 ) -> torch.nn.Module:
+    """A model of its own: changing it or giving it to an engine concerns nobody."""
+    return deepcopy(_built(name, dtype, seed))
+
+
+@cache
+def _built(name: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
     return randomise(TINY[name](), seed).to(dtype).eval()
 
 
@@ -150,7 +158,10 @@ def build_engine(
     costs: CostModel | None = None,
     **config: Any,
 ) -> Engine:
-    """An engine on one thread with few blocks, not self-tested unless asked to be."""
+    """An engine on one thread with few blocks, not self-tested unless asked to be.
+
+    Who names no tenant is its only one: most tests are not about whose a request is.
+    """
     loaded = tiny() if loaded is None else loaded
     settings: dict[str, Any] = dict(
         kv_memory_bytes=kv_bytes(loaded, num_blocks, block_size),
@@ -159,9 +170,10 @@ def build_engine(
         max_num_running=min(max_num_running, token_budget),
         num_threads=1,
         runs_self_test=False,
+        single_tenant=True,
     )
     return Engine(
-        loaded, EngineConfig(**settings | config), on_logits=on_logits, costs=costs
+        loaded, engine_config(**settings | config), on_logits=on_logits, costs=costs
     )
 
 
@@ -198,7 +210,7 @@ _RUNNERS: dict[int, tuple[LoadedModel, ModelRunner]] = {}
 def _runner_of(loaded: LoadedModel) -> ModelRunner:
     """What an engine finds out about a model takes a while; do it once."""
     if id(loaded.model) not in _RUNNERS:
-        runner = build_engine(loaded, num_blocks=1)._runner
+        runner = build_engine(loaded, num_blocks=1)._served.runner
         _RUNNERS[id(loaded.model)] = (loaded, runner)  # kept, so the id stays taken
     return _RUNNERS[id(loaded.model)][1]
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from stemkv.core import CostModel
-from stemkv.engine import Engine, EngineConfig, LoadedModel
+from stemkv.engine import Engine, LoadedModel
 from stemkv.engine.recorder import StepRecorder
-from stemkv.measure.steplog import StepLog, read_step_log
+from stemkv.measure.steplog import StepLog
+from stemkv.measure.steplog_lines import read_step_log
 from tests.engine.models import kv_bytes, tiny_once
+from tests.knobs import engine_config
 
 __all__ = ["Recording", "record"]
 
@@ -46,10 +48,11 @@ def record(
         max_num_running=min(8, config.get("token_budget", 8)),
         num_threads=1,
         runs_self_test=False,
+        single_tenant=True,
     )
     file = io.StringIO()
     recorder = StepRecorder(file, model=loaded.name)
     engine = Engine(
-        loaded, EngineConfig(**settings | config), costs=costs, recorder=recorder
+        loaded, engine_config(**settings | config), costs=costs, recorder=recorder
     )
     return Recording(engine, file)

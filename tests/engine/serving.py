@@ -136,7 +136,7 @@ def assert_idle(engine: Engine) -> None:
     """Nobody is in flight, and nothing of anybody is left but what may be reused."""
     assert not engine.has_work
     assert len(engine._samples) == 0
-    assert engine._ended == []
+    assert engine._outbox.num_ended == 0
     check_scheduler(engine.scheduler)
     usage = engine.usage()
     assert usage.num_active_blocks == 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from stemkv.core import FinishReason, TokenIds
 from stemkv.core.prefix.identity import Domain
@@ -24,14 +25,17 @@ from stemkv.engine import (
     InFlight,
     LoadedModel,
     SamplingParams,
+    wrap_model,
 )
 from stemkv.errors import EmptyPrompt, RequestError, TokenOutOfRange
 from tests.engine.lora_files import Shelf, peft_logits, row_difference
 from tests.engine.models import (
     TINY,
+    VOCABULARY,
     build_engine,
     build_model,
     random_ids,
+    randomise,
     tiny_once,
     tokens,
 )
@@ -159,6 +163,44 @@ def test_warm_is_cold_to_the_bit(name: str, dtype: torch.dtype) -> None:
         build_engine(tiny_once(MODEL, dtype), block_size=2, reuses_prefixes=False)
     )
     run(unshared, "cold", parts).assert_same_as(first)
+
+
+def small_opt() -> torch.nn.Module:
+    """Its input vectors are projected to twice their width."""
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        word_embed_proj_dim=HIDDEN // 2,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return randomise(OPTForCausalLM(config)).eval()
+
+
+def test_vectors_are_as_wide_as_the_input_embedding_wherever_that_is_not_hidden() -> (
+    None
+):
+    loaded = wrap_model(deepcopy(small_opt()), name="opt")
+    assert (loaded.embedding_size, loaded.config.hidden_size) == (HIDDEN // 2, HIDDEN)
+    played = play(build_engine(loaded, block_size=4))
+    parts: Parts = [
+        random_ids(6, seed=1),
+        vectors(17, width=HIDDEN // 2),
+        random_ids(5, seed=2),
+    ]
+
+    outcome = run(played, "r", parts)
+
+    assert_agrees(outcome, parts, small_opt(), 1e-4)
+    warm = run(played, "again", parts)
+    assert warm.reused > 0
+    warm.assert_same_as(outcome)
+    with pytest.raises(RequestError, match="shape .positions, 32."):
+        embed(played.engine, [vectors(17)])
+    other = embed(engine_of().engine, [vectors(17)])
+    with pytest.raises(RequestError, match="embeddings of size 64"):
+        played.engine.add(other)
 
 
 def test_what_is_vectors_matters() -> None:

@@ -12,14 +12,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stemkv.core import FinishReason, OrderConfig, TokenIds
+from stemkv.core import FinishReason, OrderConfig, SharingPolicy, TokenIds
 from stemkv.core.schedule.request import RequestState, TokenCounts
-from stemkv.engine import Completion, Engine, EngineConfig, SamplingParams, wrap_model
+from stemkv.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    InFlight,
+    SamplingParams,
+    wrap_model,
+)
 from stemkv.errors import (
     ConfigError,
     DuplicateRequest,
     EmptyPrompt,
     InvalidLimit,
+    InvariantError,
     PromptTooLong,
     RequestError,
     TokenOutOfRange,
@@ -35,7 +43,9 @@ from tests.engine.models import (
     tiny_once,
     tokens,
 )
+from tests.engine.recording import record
 from tests.engine.serving import assert_idle
+from tests.knobs import engine_config
 
 LOADED = ("llama-group1", torch.float32)
 
@@ -638,7 +648,7 @@ def test_a_prefix_outside_the_vocabulary_is_not_made_public() -> None:
 )
 def test_a_bad_setting_is_refused_with_its_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
-        Engine(tiny_once(*LOADED), EngineConfig(**{field: value}))
+        Engine(tiny_once(*LOADED), engine_config(**{field: value}))
 
 
 def test_memory_that_holds_no_block_is_refused_with_the_numbers() -> None:
@@ -704,7 +714,7 @@ def test_usage_goes_up_while_serving_and_back_to_what_is_cached() -> None:
 def test_steps_are_recorded_with_what_they_computed() -> None:
     seconds = count()
     loaded = tiny_once(*LOADED)
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 64, 16),
         token_budget=30,
         max_num_running=8,
@@ -731,9 +741,24 @@ def test_a_prefill_of_one_token_is_no_decode() -> None:
     assert work == [(1, 0), (0, 1), (0, 1)]
 
 
+def test_the_last_prompt_token_is_no_decode_when_a_preemption_lost_it() -> None:
+    """One answer everywhere: the plan's."""
+    plans = []
+    engine = engine_of(num_blocks=9, block_size=3)
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda now: plans.append(schedule(now)) or plans[-1]  # type: ignore[method-assign, func-returns-value]
+    for index in range(3):
+        engine.add(prompt(7, seed=index), limited(12), request_id=f"r{index}")
+    completions = engine.drain()
+    assert any(c.num_preemptions for c in completions)
+    for plan, step in zip(plans, engine.steps, strict=True):
+        assert step.num_decode_tokens == sum(c.is_decode for c in plan.chunks)
+        assert step.num_prefill_tokens == plan.num_tokens - step.num_decode_tokens
+
+
 def test_timelines_are_in_order() -> None:
     engine = engine_of(max_num_running=1)
-    arrival_s = engine._clock()
+    arrival_s = engine._clock.now()
     for index in range(2):
         engine.add(prompt(seed=index), limited(4), arrival_s=arrival_s)
     for completion in engine.drain():
@@ -785,6 +810,298 @@ def test_generate_that_is_refused_leaves_nothing_behind() -> None:
     # Nobody knows the ids of the first prompt's request, so nobody waits for it.
     assert [c.request_id for c in engine.drain()] == ["other"]
     assert_idle(engine)
+
+
+@contextmanager
+def interrupted_step(engine: Engine, number: int) -> Iterator[None]:
+    """Interrupt the forward pass of this step, counted from now."""
+    passes = count()
+    with failing_steps(
+        engine, KeyboardInterrupt(), when=lambda ids: next(passes) == number
+    ):
+        yield
+
+
+@pytest.mark.parametrize("number", range(0, 12, 2))
+def test_generate_that_is_interrupted_leaves_nothing_behind(number: int) -> None:
+    """Not in flight, not as a completion, and nobody else's is lost."""
+    engine = engine_of(token_budget=30, max_num_running=3)
+    engine.add(prompt(10, seed=1), limited(3), request_id="short")
+    engine.add(prompt(10, seed=2), limited(30), request_id="long")
+    engine.step()
+
+    with interrupted_step(engine, number), pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt(40, seed=3), prompt(20, seed=4)] * 2, limited(20))
+
+    in_flight = {request.request_id for request in engine.scheduler.requests()}
+    assert in_flight <= {"short", "long"}
+    ended = by_id(engine.drain())
+    assert ended.keys() == {("short", 0), ("long", 0)}
+    assert_idle(engine)
+
+
+def test_drain_that_is_interrupted_loses_no_completion() -> None:
+    engine = engine_of()
+    for index in range(3):
+        engine.add(prompt(seed=index), limited(2 + index), request_id=f"r{index}")
+    with interrupted_step(engine, 3), pytest.raises(KeyboardInterrupt):
+        engine.drain()
+    assert [c.request_id for c in engine.drain()] == ["r0", "r1", "r2"]
+    assert_idle(engine)
+
+
+def test_an_interrupted_commit_is_not_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of a result may be taken over: nothing right can come after that."""
+    engine = engine_of()
+    engine.add(prompt(), limited())
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(InvariantError, match="was interrupted.*make a new one"):
+        engine.step()
+
+
+def test_an_interrupted_add_leaves_no_half_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of()
+    add = engine.scheduler.add
+
+    def interrupt_after(*arguments: Any) -> Any:
+        add(*arguments)
+        raise KeyboardInterrupt
+
+    def interrupt_before(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for interrupt in (interrupt_before, interrupt_after):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.scheduler, "add", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.add(prompt(), limited(num_samples=2), request_id="r")
+        assert not engine.scheduler.requests()
+        assert not engine.progress("r")
+    engine.add(prompt(), limited(num_samples=2), request_id="r")
+    engine.drain()
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()], ids=repr)
+def test_a_change_is_whole_though_a_listener_is_interrupted(
+    error: BaseException,
+) -> None:
+    engine = build_engine(tiny("llama-group1"))
+    engine.add(prompt(30), limited(9), request_id="r")
+    engine.step()
+
+    def interrupt(event: Any) -> None:
+        raise error
+
+    name = "model.norm.weight"
+    weight = engine.loaded.model.get_parameter(name).detach() * 1.5
+    engine.on_event = interrupt
+    with pytest.raises(type(error)):
+        engine.update_weights({name: weight}, in_flight=InFlight.RESTART)
+    engine.on_event = None
+
+    assert (engine.generation, engine.num_rollouts_waiting) == (1, 0)
+    (completion,) = engine.drain()
+    fresh = build_engine(tiny("llama-group1"))
+    fresh.update_weights({name: weight})
+    (expected,) = fresh.generate([prompt(30)], limited(9))
+    assert completion.token_ids == expected.token_ids
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("verb", ["fence", "retire"])
+def test_a_change_that_is_interrupted_half_way_is_not_gone_on_from(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny("llama-group1"))
+    engine.generate([prompt(30)], limited())
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, verb, interrupt)
+    name = "model.norm.weight"
+    weight = engine.loaded.model.get_parameter(name).detach() * 1.5
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights({name: weight})
+    for go_on in (engine.step, engine.reset, engine.recheck):
+        with pytest.raises(InvariantError, match="a change was interrupted"):
+            go_on()
+
+
+def test_a_clock_that_fails_a_change_has_changed_nothing() -> None:
+    readings: list[float] = []
+    times = count()
+    engine = Engine(
+        tiny("llama-group1"),
+        EngineConfig(num_threads=1, runs_self_test=False, kv_memory_bytes=1 << 20),
+        clock=lambda: readings.pop() if readings else float(next(times)),
+    )
+    before = engine.generate([prompt(30)], limited(), tenant="ann")
+    identity = engine.identity
+    name = "model.norm.weight"
+    weight = engine.loaded.model.get_parameter(name).detach() * 1.5
+    changes: list[Callable[[], object]] = [
+        lambda: engine.update_weights({name: weight}),
+        lambda: engine.update_numerics("tolerant"),
+        lambda: engine.update_sharing(SharingPolicy()),
+        engine.reset,
+    ]
+    for change in changes:
+        readings.append(float("nan"))
+        with pytest.raises(ConfigError, match="clock"):
+            change()
+        assert (engine.generation, engine.identity) == (0, identity)
+    (after,) = engine.generate([prompt(30)], limited(), tenant="ann")
+    assert after.counts.reused == 29
+    assert after.token_ids == before[0].token_ids
+    other = engine.loaded.model.get_parameter(name).detach() * 0.5
+    assert engine.update_weights({name: other}) == 1
+    fresh = build_engine(tiny("llama-group1"))
+    fresh.update_weights({name: other})
+    assert engine.identity.weights_digest == fresh.identity.weights_digest
+
+
+# What is asked about one request
+
+
+class Counted(dict[Any, Any]):
+    """Refuses to be gone through from end to end."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("looks at every sample in flight")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_what_is_done_for_one_request_looks_at_no_other() -> None:
+    engine = engine_of(max_num_running=4)
+    for index in range(6):
+        engine.add(
+            prompt(seed=index), limited(9, num_samples=2), request_id=f"r{index}"
+        )
+    for name in ("_live", "_of_request", "_embedded"):
+        samples = engine._samples
+        setattr(samples, name, Counted(getattr(samples, name)))
+
+    engine.step()
+    assert [p.state for p in engine.progress("r0")] == [RequestState.RUNNING] * 2
+    assert engine.cancel("r0")
+    engine.cancel("r5")
+    engine.add(prompt(seed=7), limited(), request_id="new")
+    assert len(engine.drain()) == 13
+
+
+def test_progress_says_where_each_sample_stands() -> None:
+    engine = engine_of(token_budget=16)
+    engine.add(prompt(30), limited(9, num_samples=2), request_id="r", tenant="ann")
+    (first, second) = engine.progress("r")
+    assert (first.sample, second.sample) == (0, 1)
+    assert first.state is second.state is RequestState.WAITING
+    engine.step()
+    assert [p.num_ready_tokens for p in engine.progress("r")] == [16, 16]
+    for _ in range(3):
+        engine.step()
+    for each in engine.progress("r", tenant="ann"):
+        assert len(each.token_ids) == 3
+        assert (each.num_prompt_tokens, each.num_ready_tokens) == (30, 32)
+    assert engine.progress("r", tenant="bob") == ()
+    assert engine.progress("nobody") == ()
+    engine.drain()
+    assert engine.progress("r") == ()
+
+
+def test_questions_change_nothing() -> None:
+    recording = record(tiny_once(*LOADED))
+    engine = recording.engine
+    engine.declare_public(prompt(24))
+    before = recording.file.getvalue()
+    namespaces = engine._identities.namespaces()
+    usage = engine.usage()
+
+    asked = [engine.namespace_of(start_position=position) for position in range(5)]
+    assert len({*asked, engine.namespace}) == 5
+    engine.identity_of(start_position=9)
+    engine.usage_of("ann")
+    engine.progress("r")
+    engine.adapters()
+
+    assert recording.file.getvalue() == before
+    assert engine._identities.namespaces() == namespaces
+    assert engine.usage() == usage
+    # And they were true: what is public is found at a position nobody had used.
+    for _ in range(2):
+        (completion,) = engine.generate([prompt(30)], limited(), start_position=3)
+        assert engine.namespace_of(start_position=3) == asked[3]
+    assert completion.counts.reused == 29
+
+
+# Whose a request is
+
+
+def test_without_a_tenant_a_request_shares_with_nobody() -> None:
+    engine = engine_of(single_tenant=False)
+    engine.declare_public(prompt(16))
+    for _ in range(2):
+        first, second = engine.generate([prompt(40), prompt(40)], limited())
+        assert first.counts == second.counts == TokenCounts(computed=40)
+        assert first.token_ids == second.token_ids
+    assert engine.usage().num_cached_blocks == 0
+    for reused in (0, 39):
+        (named,) = engine.generate([prompt(40)], limited(), tenant="ann")
+        assert named.counts.reused == reused
+    assert_idle(engine)
+
+
+def test_the_samples_of_a_request_of_nobody_share_their_prompt() -> None:
+    engine = engine_of(single_tenant=False)
+    engine.generate([prompt(40)], limited(num_samples=3))
+    assert sum(step.num_prefill_tokens for step in engine.steps) == 40
+
+
+def test_a_single_tenant_is_said_once_and_named_ones_stay_apart() -> None:
+    engine = engine_of(single_tenant=True)
+    for tenant, reused in ((None, 0), (None, 39), ("ann", 0), (None, 39)):
+        (completion,) = engine.generate([prompt(40)], limited(), tenant=tenant)
+        assert completion.counts.reused == reused, tenant
+    assert engine.usage_of("default").num_cached_blocks == 5
+
+
+@pytest.mark.parametrize("single_tenant", [False, True])
+def test_a_class_that_is_not_declared_is_refused_from_nobody_too(
+    single_tenant: bool,
+) -> None:
+    engine = engine_of(single_tenant=single_tenant)
+    with pytest.raises(RequestError) as refusal:
+        engine.add(prompt(), limited(), request_class="undeclared")
+    assert refusal.value.field == "request_class"
+
+
+def test_requests_of_nobody_stay_alone_whatever_policy_comes() -> None:
+    engine = engine_of(single_tenant=False)
+    engine.add(prompt(40), limited(30), request_id="r")
+    engine.step()
+    engine.update_sharing(SharingPolicy(), in_flight=InFlight.RESTART)
+    assert engine.progress("r")[0].num_ready_tokens == 40, "it goes on"
+    engine.drain()
+    assert engine.usage().num_cached_blocks == 0
+
+
+def test_a_session_of_nobody_is_not_there_to_be_ended() -> None:
+    with pytest.raises(RequestError, match="single_tenant") as refusal:
+        engine_of(single_tenant=False).end_session("s")
+    assert refusal.value.field == "tenant"
+    engine_of(single_tenant=True).end_session("s")
 
 
 def test_a_tenant_does_not_reuse_what_another_computed() -> None:

@@ -25,6 +25,7 @@ from tests.engine.lives import EVERY_POLICY, POLICIES, Life, name_of, small_quot
 from tests.engine.lora_files import make_adapter
 from tests.engine.models import TINY, kv_bytes, random_ids, tiny_once, tokens
 from tests.engine.serving import assert_agreement, assert_cached_kv_is_fresh
+from tests.knobs import engine_config
 
 ONE = SamplingParams(max_new_tokens=1)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,14 +45,26 @@ def assert_life_changes_nothing(life: Life, num_rounds: int) -> None:
     assert sum(c.counts.reused for c in life.served.completions.values()) > 300
 
 
-@EVERY_POLICY
-@pytest.mark.parametrize("has_quotas", [False, True], ids=["pooled", "quotas"])
+@pytest.mark.parametrize(
+    "eviction, has_quotas",
+    [
+        pytest.param(
+            eviction,
+            has_quotas,
+            id=f"{name_of(eviction)}-{'quotas' if has_quotas else 'pooled'}",
+            marks=() if has_quotas == index % 2 else pytest.mark.slow,
+        )
+        for index, eviction in enumerate(POLICIES)
+        for has_quotas in (False, True)
+    ],
+)
 def test_every_policy_gives_the_tokens_and_logits_of_runs_without_reuse(
     eviction: EvictionConfig, has_quotas: bool
 ) -> None:
     # Each policy with another model, so that every model is met by some.
-    index = 2 * POLICIES.index(eviction) + has_quotas
-    loaded = tiny_once(sorted(TINY)[index % 4], DTYPES[index // 4 % 2])
+    index = POLICIES.index(eviction)
+    dtype = DTYPES[(index // 4 + has_quotas) % 2]
+    loaded = tiny_once(sorted(TINY)[index % 4], dtype)
     quotas = small_quotas(loaded) if has_quotas else None
 
     assert_life_changes_nothing(Life(loaded, eviction, seed=6, quotas=quotas), 16)
@@ -120,7 +133,7 @@ def build(
     )
     engine = Engine(
         loaded,
-        EngineConfig(**settings | config),
+        engine_config(**settings | config),
         clock=lambda: time[0],
         costs=costs,
     )
@@ -134,9 +147,11 @@ def block_bytes(block_size: int = 8) -> int:
 def test_the_defaults_are_the_core_s_and_the_policy_is_the_reuse_index() -> None:
     config = EngineConfig()
 
-    assert config.eviction == EvictionConfig(name="reuse_index", objective="tokens")
-    assert config.lookahead == SchedulerConfig().lookahead
-    assert config.max_kept_share == CacheConfig(num_blocks=1).max_kept_share
+    assert config.core.eviction == EvictionConfig(
+        name="reuse_index", objective="tokens"
+    )
+    assert config.core.scheduler.lookahead == SchedulerConfig().lookahead
+    assert config.core.cache.max_kept_share == CacheConfig(num_blocks=1).max_kept_share
     assert config.quotas is None
 
 
@@ -498,9 +513,9 @@ def test_an_order_to_keep_is_refused_inside_a_callback() -> None:
             caught.append(str(record.exc_info[1]))
 
     listener = Listener()
-    logging.getLogger("stemkv.engine.engine").addHandler(listener)
+    logging.getLogger("stemkv.engine.outbox").addHandler(listener)
     ask(engine, random_ids(20))
-    logging.getLogger("stemkv.engine.engine").removeHandler(listener)
+    logging.getLogger("stemkv.engine.outbox").removeHandler(listener)
 
     assert caught
     assert all("keep was called inside" in each for each in caught)

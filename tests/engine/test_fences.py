@@ -152,7 +152,7 @@ def test_a_waiting_update_is_made_though_the_last_request_ended_in_an_error(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine._runner, "execute", fail)
+        patched.setattr(engine._served.runner, "execute", fail)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert engine.has_work, "the change still waits"

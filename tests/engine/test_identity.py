@@ -267,6 +267,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.slow  # another process is asked in tests/cli/test_identity.py, too
 def test_another_process_gives_the_same_names() -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join((str(root / "src"), str(root)))

@@ -92,6 +92,23 @@ def test_a_saved_model_comes_back_with_its_weights_and_its_words(saved: Path) ->
     assert len(completion.text.split()) == 64
 
 
+def test_paths_may_be_given_as_text(saved: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(saved), cache_dir=str(tmp_path), dtype=torch.float32)
+    assert loaded.name == saved.resolve().name
+
+
+@pytest.mark.parametrize("path", [5, b"model", "", ["model"], True], ids=repr)
+def test_what_is_no_path_is_refused_by_name(path: Any) -> None:
+    with pytest.raises(ConfigError, match="path must be a path or its text"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", 32, float], ids=repr)
+def test_what_is_no_dtype_is_refused_by_name(saved: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="dtype must be a torch.dtype"):
+        load_model(saved, dtype=dtype)
+
+
 def test_two_loads_of_one_folder_have_one_digest(saved: Path) -> None:
     assert load_float32(saved).weights_digest == load_float32(saved).weights_digest
 

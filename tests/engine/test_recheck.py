@@ -89,7 +89,7 @@ def flip_bit(
     tenant: str = "a",
 ) -> None:
     """Flip one bit of a cached token's key (part 0) or value (part 1)."""
-    size = engine.config.block_size
+    size = engine.config.core.cache.block_size
     namespace = engine.namespace_of(adapter)
     assert namespace is not None
     match = engine.cache.tree.match(
@@ -550,9 +550,9 @@ def test_a_hit_is_compared_on_the_adapter_version_it_ran_on(shelf: Shelf) -> Non
     engine.reload_adapter("x", shelf.adapter(seed=2))
     hit(played, "two", asked(adapter="x"))
     engine.unload_adapter("x")
-    assert len(engine._adapters.loras) == 2, "both are needed to compare"
+    assert len(engine._served.adapters.loras) == 2, "both are needed to compare"
     assert [v.is_match for v in verdicts(engine)] == [True, True]
-    assert engine._adapters.loras == {}, "and nobody needs them now"
+    assert engine._served.adapters.loras == {}, "and nobody needs them now"
 
 
 def test_a_version_that_only_a_dropped_comparison_needed_is_freed(
@@ -566,7 +566,7 @@ def test_a_version_that_only_a_dropped_comparison_needed_is_freed(
     engine.update_weights(weights(1))
     assert engine.num_rechecks_waiting == 0
     played.run("another", asked())
-    assert engine._adapters.loras == {}
+    assert engine._served.adapters.loras == {}
 
 
 def test_what_waits_over_a_change_of_numerics_is_skipped() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from stemkv.core import OrderConfig, PrefixCache, Scheduler
+from stemkv.core import OrderConfig
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.engine import Engine, EngineConfig, SamplingParams
 from stemkv.engine.recorder import StepRecorder
@@ -21,19 +22,17 @@ from stemkv.measure.steplog import (
     NamespaceReset,
     NamespaceRetired,
     Planned,
+    StepLogHeader,
 )
+from stemkv.measure.steplog_lines import StepLogWriter, read_step_log
+from stemkv.sim.agreement import repeat
+from tests.engine.lives import Life, small_quotas
 from tests.engine.models import build_engine, kv_bytes, random_ids, tiny_once, tokens
 from tests.engine.recording import record
 from tests.engine.serving import random_traffic, serve
+from tests.knobs import engine_config
 
 PARAMS = SamplingParams(max_new_tokens=4)
-
-
-def test_an_engine_without_recorder_has_the_plain_core() -> None:
-    engine = build_engine(tiny_once("llama-group1", torch.float32))
-
-    assert type(engine.scheduler) is Scheduler
-    assert type(engine.cache) is PrefixCache
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -62,10 +61,13 @@ def test_the_log_tells_prompts_outputs_and_every_step_in_order() -> None:
 
     log = recording.log
 
-    assert log.header.cache == engine.cache.config
-    assert log.header.scheduler == engine.scheduler.config
-    assert (log.header.eviction, log.header.order) == (EvictionConfig(), OrderConfig())
-    assert (log.header.quotas, log.header.costs) == (None, None)
+    assert log.header.core.cache == engine.cache.config
+    assert log.header.core.scheduler == engine.scheduler.config
+    assert (log.header.core.eviction, log.header.core.order) == (
+        EvictionConfig(),
+        OrderConfig(),
+    )
+    assert (log.header.core.quotas, log.header.costs) == (None, None)
     (spec,) = log.specs
     assert (spec.request_id, list(spec.prompt)) == ("r", random_ids(30))
     steps = log.steps()
@@ -133,7 +135,7 @@ class FullDisk(io.StringIO):
 def test_an_engine_goes_on_when_its_log_cannot_be_written(num_lines: int) -> None:
     loaded = tiny_once("llama-group1", torch.float32)
     recorder = StepRecorder(FullDisk(num_lines), model="tiny")
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 16, 8), block_size=8, num_threads=1
     )
     engine = Engine(loaded, config, recorder=recorder)
@@ -149,7 +151,7 @@ def test_an_engine_goes_on_when_somebody_closed_its_log() -> None:
     loaded = tiny_once("llama-group1", torch.float32)
     file = io.StringIO()
     recorder = StepRecorder(file, model="tiny")
-    config = EngineConfig(
+    config = engine_config(
         kv_memory_bytes=kv_bytes(loaded, 16, 8), block_size=8, num_threads=1
     )
     engine = Engine(loaded, config, recorder=recorder)
@@ -159,6 +161,24 @@ def test_an_engine_goes_on_when_somebody_closed_its_log() -> None:
 
     assert len(completion.token_ids) == 4
     assert isinstance(recorder.error, ValueError)
+
+
+GOLDEN = Path(__file__).parent.parent / "measure" / "golden_run.jsonl"
+
+
+def test_a_run_of_an_earlier_version_is_decided_and_recorded_again() -> None:
+    """Byte by byte; it was recorded by subclasses of cache and scheduler."""
+    loaded = tiny_once("llama-group1", torch.float32)
+    core = Life(loaded, EvictionConfig(), quotas=small_quotas(loaded)).engine.core
+    first, again = io.StringIO(), io.StringIO()
+    StepLogWriter(first, StepLogHeader(model="tiny", core=core.config))
+    lines = GOLDEN.read_text().splitlines()[1:]
+    log = read_step_log([*first.getvalue().splitlines(), *lines], file="golden")
+
+    found = repeat(log, recorder=StepRecorder(again, model="tiny"))
+
+    assert found.first_difference is None, str(found.first_difference)
+    assert again.getvalue().splitlines()[1:] == lines
 
 
 def test_a_recorder_records_one_engine() -> None:

@@ -160,16 +160,23 @@ MUTATIONS = {
     "reload_adapter at another scale": pytest.mark.slow,
 }
 CHANGES = [
-    pytest.param(name, policy, marks=marks, id=f"{name}-{policy.value}")
-    for name, marks in MUTATIONS.items()
-    for policy in POLICIES
+    pytest.param(
+        name,
+        policy,
+        state,
+        # Half of them, in which every two of name, policy and state meet.
+        marks=marks if (i + j + k) % 2 else pytest.mark.slow,
+        id=f"{name}-{policy.value}-{state}",
+    )
+    for i, (name, marks) in enumerate(MUTATIONS.items())
+    for j, policy in enumerate(POLICIES)
+    for k, state in enumerate(STATES)
     # Nobody can begin again on an adapter that is gone.
     if (name, policy) != ("unload_adapter", InFlight.RESTART)
 ]
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name, policy", CHANGES)
+@pytest.mark.parametrize("name, policy, state", CHANGES)
 def test_a_change_divides_requests_into_those_of_before_and_after(
     name: str, policy: InFlight, state: str, shelf: Shelf
 ) -> None:
@@ -504,7 +511,7 @@ def test_a_request_of_an_unloaded_adapter_restarts_on_what_it_had(shelf: Shelf) 
     played.engine.update_weights(weights(1), in_flight=InFlight.RESTART)
     played.drain()
     assert_got(played, "early", replace(TRAINED, adapters=revision.adapters))
-    assert played.engine._adapters.loras == {}
+    assert played.engine._served.adapters.loras == {}
     assert_holds_only_current(played.engine)
 
 
@@ -986,7 +993,7 @@ class Rollout(RuleBasedStateMachine):
         self.nothing_of_the_old_is_left()
         assert self.checked == set(self.runs_on)
         assert_holds_only_current(self.engine)
-        assert set(self.engine._adapters.loras) == {
+        assert set(self.engine._served.adapters.loras) == {
             a.version for a in self.engine.adapters()
         }
         self.add(0, 5, 3, None, "b", 1, 0)  # whatever waits is made before this one
@@ -1008,7 +1015,7 @@ class Rollout(RuleBasedStateMachine):
         self.old -= namespaces(self.engine)
 
     def in_flight(self, adapter: str | None = None) -> list[str]:
-        ended = {child_id(c.request_id, c.sample) for c in self.engine._ended}
+        ended = {child_id(c.request_id, c.sample) for c in self.engine._outbox._ended}
         return [
             sample_id
             for sample_id in self.runs_on
@@ -1066,7 +1073,7 @@ def run_machine(shelf: Shelf, *, seed: int, max_examples: int, num_steps: int) -
 
 
 def test_no_sequence_of_changes_serves_anything_of_before(shelf: Shelf) -> None:
-    run_machine(shelf, seed=0, max_examples=15, num_steps=25)
+    run_machine(shelf, seed=0, max_examples=10, num_steps=25)
 
 
 @pytest.mark.slow

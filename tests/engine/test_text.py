@@ -139,6 +139,33 @@ def test_text_ends_before_the_first_stop_string(
     assert_stops_like_a_search_of_the_whole_text(BYTES, ids, tuple(stop))
 
 
+@given(
+    st.lists(st.sampled_from([*b"abc", *HALF, 256, 300]), max_size=14),
+    st.lists(
+        st.text(st.sampled_from("abc\N{EURO SIGN}"), min_size=1, max_size=4),
+        max_size=3,
+    ),
+)
+@example([97, 98, 97, 98, 99], ["abc"])
+@example([97, 97, 97, 98], ["aab", "ab"])
+def test_what_is_final_is_never_taken_away_and_all_else_might_be(
+    ids: list[int], stop: list[str]
+) -> None:
+    text = OutputText(BYTES, tuple(stop))
+    final = ""
+    for token in ids:
+        has_stopped = text.append(token)
+        assert text.text.startswith(final)
+        final = text.text[: text.num_final]
+        if has_stopped:
+            break
+        held = text.text[text.num_final :]
+        assert not held or any(each.startswith(held) for each in stop)
+    else:
+        text.finish()
+    assert text.text.startswith(final)
+
+
 @pytest.mark.parametrize(
     "pieces, stop, expected",
     [
@@ -259,6 +286,30 @@ def test_a_stop_string_in_the_prompt_can_be_meant() -> None:
     params = SamplingParams(max_new_tokens=3, stop=(stop,), allows_stop_in_prompt=True)
     (completion,) = build_engine(loaded).generate([prompt], params)
     assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP_STRING)
+
+
+@pytest.mark.parametrize("num_tokens", [10, 255, 256, 257, 5000])
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_looking_for_stop_strings_takes_no_longer_for_a_longer_prompt(
+    num_tokens: int, size: int
+) -> None:
+    decoded = 0
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+            nonlocal decoded
+            ids = list(ids)
+            decoded += len(ids)
+            return super().decode(ids, skip_special_tokens)
+
+    loaded = replace(bytewise(), tokenizer=Counting())
+    engine = build_engine(loaded, num_blocks=700)
+    filler = tokens([1] * num_tokens)
+    prompt = tokens([*filler, *b"x" * size])
+    stop = ("never", "x" * size)
+    with pytest.raises(StopInPrompt, match="xxx"[:size]):
+        engine.add(prompt, SamplingParams(max_new_tokens=1, stop=stop))
+    assert 0 < decoded <= max(256, 4 * size)
 
 
 def test_a_stop_string_that_only_output_and_prompt_form_together_is_not_one() -> None:

@@ -14,12 +14,16 @@ from transformers import (
     BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
@@ -36,12 +40,14 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from stemkv.engine import Engine, SamplingParams, wrap_model
-from stemkv.engine.attention import attend
+from stemkv.engine.attention import ATTENTION_NAME, attend
 from stemkv.errors import NumericsError, UnsupportedModel
 from tests.engine.models import build_engine, build_model, random_ids, randomise, tokens
 
@@ -248,12 +254,149 @@ def test_the_same_models_without_a_window_are_served(
     assert len(completion.token_ids) == 3
 
 
-def test_without_a_self_test_a_bypassing_model_is_noticed_in_its_first_step() -> None:
+def test_without_a_self_test_a_bypassing_model_is_refused_as_well() -> None:
     model = ForgetsArguments(LlamaConfig(**SHAPE))
-    engine = build_engine(wrap_model(randomise(model), name="x"))
-    engine.add(tokens([1, 2, 3]))
     with pytest.raises(UnsupportedModel, match="does not pass keyword arguments"):
-        engine.step()
+        wrap_model(randomise(model), name="x")
+
+
+# One short call, compared with the model's own
+
+
+class CountsInChunks(LlamaForCausalLM):
+    """Numbers positions from the start of what it is given."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, **kwargs)
+
+
+class CountsFromTwo(LlamaForCausalLM):
+    """Absolute positions, where a rotation would not tell."""
+
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(2, 2 + input_ids.shape[1])[None]
+        embeds = self.model.embed_tokens(input_ids)
+        embeds = embeds + position_ids[..., None].sin().to(embeds.dtype)
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, **kwargs
+        )
+
+
+class ScalesByLength(LlamaForCausalLM):
+    """Scales by the longest position of a step."""
+
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        embeds = self.model.embed_tokens(input_ids) * (1 + position_ids.max())
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, **kwargs
+        )
+
+
+def small_roberta() -> torch.nn.Module:
+    shape = SHAPE | dict(pad_token_id=1, max_position_embeddings=514)
+    return RobertaForCausalLM(RobertaConfig(**shape, is_decoder=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        small_roberta,
+        lambda: CountsFromTwo(LlamaConfig(**SHAPE)),
+        lambda: CountsInChunks(LlamaConfig(**SHAPE)),
+        lambda: ScalesByLength(LlamaConfig(**SHAPE)),
+    ],
+    ids=["roberta", "counts-from-two", "counts-in-chunks", "scales-by-length"],
+)
+def test_a_model_that_would_be_served_wrongly_is_refused(
+    make: Callable[[], torch.nn.Module], dtype: torch.dtype
+) -> None:
+    model = randomise(make()).to(dtype)
+    with pytest.raises(UnsupportedModel, match="the-model would be served wrongly"):
+        wrap_model(model, name="the-model")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_many_layers_of_rounding_are_no_reason_to_refuse(
+    seed: int, dtype: torch.dtype
+) -> None:
+    shape = SHAPE | dict(num_hidden_layers=24)
+    model = randomise(LlamaForCausalLM(LlamaConfig(**shape)), seed)
+    wrap_model(model.to(dtype), name="deep")
+
+
+@pytest.mark.parametrize("context_length", [1, 2, 7, 8, 13])
+def test_a_model_of_any_context_length_can_be_compared(context_length: int) -> None:
+    config = LlamaConfig(**SHAPE, max_position_embeddings=context_length)
+    loaded = wrap_model(randomise(LlamaForCausalLM(config)), name="short")
+    assert loaded.context_length == context_length
+
+
+def test_the_comparison_leaves_the_model_on_paged_attention() -> None:
+    loaded = wrap_model(build_model("llama-group1"), name="x")
+    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+
+
+# Refusals for the right reason
+
+
+def test_norms_of_heads_are_no_matrices() -> None:
+    config = CohereConfig(**GROUPED, use_qk_norm=True)
+    engine = start(CohereForCausalLM(config))
+    params = SamplingParams(max_new_tokens=4)
+    ids = tokens(random_ids(70))
+    (cold,) = engine.generate([ids], params)
+    (warm,) = engine.generate([ids], params)
+    assert warm.counts.reused == 69
+    assert warm.token_ids == cold.token_ids
+
+
+def test_a_matrix_outside_a_linear_is_still_refused() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4))
+    with pytest.raises(NumericsError, match="c_attn multiplies by a matrix"):
+        start(gpt2)
+
+
+class HasNoConfig(torch.nn.Module):
+    config: Any = None
+
+
+def without_heads() -> torch.nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    del model.config.__dict__["num_attention_heads"]
+    return model
+
+
+class WantsMore(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("something else")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Linear(3, 3),
+        HasNoConfig,
+        without_heads,
+        lambda: WantsMore(LlamaConfig(**SHAPE)),
+        lambda: None,
+    ],
+    ids=["linear", "no-config", "no-heads", "own-error", "nothing"],
+)
+def test_whatever_is_odd_about_a_model_is_an_unsupported_model(
+    make: Callable[[], Any],
+) -> None:
+    with pytest.raises(UnsupportedModel, match="the-model"):
+        wrap_model(make(), name="the-model")
 
 
 # The attention function itself

@@ -38,6 +38,7 @@ from tests.engine.states import (
     revisions,
     weights,
 )
+from tests.seeds import slow
 
 POLICIES = tuple(InFlight)
 
@@ -106,7 +107,11 @@ def test_tensors_come_in_any_form(make: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.value)
+@pytest.mark.parametrize(
+    "policy",
+    [InFlight.FINISH, *slow(each for each in POLICIES if each is not InFlight.FINISH)],
+    ids=lambda policy: policy.value,
+)
 def test_an_update_that_does_not_fit_changes_nothing(
     given: Mapping[str, Any], message: str, policy: InFlight
 ) -> None:

@@ -181,6 +181,30 @@ def test_a_share_is_what_was_ahead_and_what_ran_since() -> None:
     assert share.ratio == 1.5
 
 
+def test_what_is_lost_of_the_work_ahead_counts_as_ahead() -> None:
+    service = Service()
+    shares = [ShareOfWork() for _ in range(4)]
+    for number, share in enumerate(shares[:3]):
+        service.wants(str(number), "a", 100)
+        service.came(share, "a")
+    service.lost(shares[0], "a", 40)
+    service.lost(shares[1], "a", 5)  # its own
+    service.lost(shares[2], "a", 1_000)  # came later
+    service.prefilled("a", 490)
+    service.began(shares[0], "a")
+    service.came(shares[3], "a")
+    service.lost(shares[0], "a", 20)  # preempted, and ahead of all that came
+    service.lost(shares[2], "a", 500)
+    service.began(shares[1], "a")
+
+    assert (shares[0].own_lost, shares[1].own_lost) == (40, 65)
+    assert shares[1].ratio_with_lost == 490 / 265
+    service.waits_no_more(shares[2], "a")  # it was aborted
+    service.began(shares[3], "a")
+    assert shares[3].own_lost == 520
+    assert not service.of("a").lost  # nothing is kept for those who are gone
+
+
 def test_nobody_can_stop_to_want_who_wanted_nothing() -> None:
     with pytest.raises(InvariantError, match="wanted nothing"):
         Service().wants_no_more("r")

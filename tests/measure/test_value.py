@@ -13,10 +13,10 @@ from stemkv.core.books.cost import RooflineCost
 from stemkv.measure.results import GIB, ReplayResult
 from stemkv.measure.value import BreakEven, ValueRun, value_run
 from stemkv.sim.arrivals import LoadConfig
-from stemkv.sim.config import ReplayConfig
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.workloads.worked_example import worked_example
+from tests.knobs import replay_config
 
 COSTS = RooflineCost(
     source="a small accelerator",
@@ -38,7 +38,7 @@ def replayed(*, rate: float = 30.0, num_blocks: int = 2_000) -> ReplayResult:
         prefix_length=1_600,
         one_off_length=(100, 900),
     )
-    config = ReplayConfig(
+    config = replay_config(
         num_blocks=num_blocks,
         sharing=SharingRule(name="shared"),
         load=LoadConfig(rate=rate),

@@ -32,6 +32,7 @@ from stemkv.core import (
     TokenIds,
 )
 from stemkv.core.books.cost import FittedCost, StepShape
+from stemkv.core.core import Core, CoreConfig
 from stemkv.core.prefix.hints import Hints
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.quota import Quota, QuotaConfig
@@ -40,11 +41,11 @@ from stemkv.core.schedule.events import PrefixAwaited, TokenSampled
 from stemkv.core.schedule.orders import ORDERS
 from stemkv.core.schedule.request import RequestId
 from stemkv.engine import Engine, InFlight, SamplingParams
-from stemkv.engine.core_settings import CoreSettings
 from stemkv.engine.recorder import StepRecorder
 from stemkv.errors import StepLogError
 from stemkv.measure.steplog import (
     Added,
+    Call,
     Cancelled,
     Committed,
     CoreState,
@@ -54,8 +55,9 @@ from stemkv.measure.steplog import (
     PlanRecord,
     SessionEnded,
     StepLog,
-    read_step_log,
+    StepLogHeader,
 )
+from stemkv.measure.steplog_lines import read_step_log
 from stemkv.sim import agreement
 from stemkv.sim.agreement import Agreement, make_core, predict, repeat
 from tests.engine.lives import EVERY_POLICY, POLICIES, Life, name_of, small_quotas
@@ -69,6 +71,10 @@ PARAMS = SamplingParams(max_new_tokens=6)
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def with_core(header: StepLogHeader, **parts: Any) -> StepLogHeader:
+    return replace(header, core=replace(header.core, **parts))
 
 
 def assert_repeats(log: StepLog) -> Agreement:
@@ -186,7 +192,7 @@ def test_what_a_request_had_reused_is_forgotten_when_it_begins_again() -> None:
 def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record(token_budget=16)
     engine = recording.engine
-    execute = engine._runner.execute
+    execute = engine._served.runner.execute
     num_steps = 0
 
     def fail_twice(*arguments: Any) -> Any:
@@ -196,7 +202,7 @@ def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no luck")
         return execute(*arguments)
 
-    monkeypatch.setattr(engine._runner, "execute", fail_twice)
+    monkeypatch.setattr(engine._served.runner, "execute", fail_twice)
     for index in range(5):
         engine.add(tokens(random_ids(40, seed=index % 2)), PARAMS)
     ended = engine.drain()
@@ -205,6 +211,27 @@ def test_failed_steps_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         FinishReason.FAILED,
         FinishReason.LENGTH,
     }
+    assert_repeats(recording.log)
+
+
+def test_a_chunk_that_fails_alone_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = record(token_budget=64)
+    engine = recording.engine
+    execute = engine._served.runner.execute
+
+    def fail_for_one(plan: Any, *more: Any) -> Any:
+        if any(chunk.request_id == "r1" and chunk.start for chunk in plan.chunks):
+            raise RuntimeError("no luck")
+        return execute(plan, *more)
+
+    monkeypatch.setattr(engine._served.runner, "execute", fail_for_one)
+    for index in range(3):
+        ids = tokens(random_ids(40, seed=index))
+        engine.add(ids, PARAMS, request_id=f"r{index}")
+    ended = {c.request_id: c.finish_reason for c in engine.drain()}
+
+    assert ended.pop("r1") is FinishReason.FAILED
+    assert set(ended.values()) == {FinishReason.LENGTH}
     assert_repeats(recording.log)
 
 
@@ -235,7 +262,7 @@ def test_every_policy_evicts_the_same_blocks_again(
 
     assert_repeats(log)
 
-    assert (log.header.quotas is not None) == has_quotas
+    assert (log.header.core.quotas is not None) == has_quotas
     assert (log.header.costs is None) == (eviction.objective == "tokens")
     kinds = Counter(type(call) for call in log.calls)
     for kind in (SessionEnded, Kept, Declared):
@@ -251,12 +278,12 @@ def test_a_queue_that_eviction_looks_at_is_repeated(lookahead: int) -> None:
     life = Life(loaded, EvictionConfig(), seed=2, config={"lookahead": lookahead})
     life.live(16)
 
-    assert life.log.header.scheduler.lookahead == lookahead
+    assert life.log.header.core.scheduler.lookahead == lookahead
     assert_repeats(life.log)
     if lookahead == 0:
-        other = replace(life.log.header.scheduler, lookahead=32)
+        other = replace(life.log.header.core.scheduler, lookahead=32)
         changed_log = replace(
-            life.log, header=replace(life.log.header, scheduler=other)
+            life.log, header=with_core(life.log.header, scheduler=other)
         )
         assert not repeat(changed_log).is_equal
 
@@ -307,11 +334,8 @@ def test_another_policy_on_the_same_log_is_a_difference(
     for other in POLICIES:
         if other == eviction or {name_of(eviction), name_of(other)} == alike:
             continue
-        header = replace(
-            log.header,
-            eviction=other,
-            costs=priced if other.objective == "seconds" else None,
-        )
+        costs = priced if other.objective == "seconds" else None
+        header = replace(with_core(log.header, eviction=other), costs=costs)
 
         found = repeat(replace(log, header=header)).first_difference
 
@@ -397,7 +421,7 @@ def test_another_quota_floor_hint_or_keep_is_a_difference(has_quotas: bool) -> N
         ],
         "keeps": [call for call in log.calls if not isinstance(call, Kept)],
     }
-    headers = {"quotas": replace(log.header, quotas=None if has_quotas else QUOTAS)}
+    headers = {"quotas": with_core(log.header, quotas=None if has_quotas else QUOTAS)}
 
     others = {name: replace(log, calls=tuple(each)) for name, each in calls.items()}
     others |= {name: replace(log, header=each) for name, each in headers.items()}
@@ -415,15 +439,17 @@ def test_a_log_of_seconds_without_prices_is_refused() -> None:
     eviction = EvictionConfig(objective="seconds")
     log = lived(eviction, has_quotas=False).log
 
-    with pytest.raises(StepLogError, match="header: objective seconds needs a cost"):
+    with pytest.raises(
+        StepLogError, match="header: eviction.objective seconds needs costs"
+    ):
         make_core(replace(log.header, costs=None))
 
 
 def test_a_header_that_promises_too_much_is_refused(busy_log: StepLog) -> None:
-    quotas = QuotaConfig(public_blocks=busy_log.header.cache.num_blocks)
+    quotas = QuotaConfig(public_blocks=busy_log.header.core.cache.num_blocks)
 
     with pytest.raises(StepLogError, match="header: floors of 0 blocks"):
-        make_core(replace(busy_log.header, quotas=quotas))
+        make_core(with_core(busy_log.header, quotas=quotas))
 
 
 @pytest.fixture(scope="module")
@@ -488,10 +514,12 @@ def test_a_plan_that_differs_is_reported_with_both_plans(
 def test_a_core_of_another_size_is_found(busy_log: StepLog, field: str) -> None:
     header = busy_log.header
     if field == "token_budget":
-        other = replace(header, scheduler=replace(header.scheduler, token_budget=23))
+        scheduler = replace(header.core.scheduler, token_budget=23)
+        other = with_core(header, scheduler=scheduler)
     else:
         size = {"num_blocks": 19, "block_size": 5}[field]
-        other = replace(header, cache=replace(header.cache, **{field: size}))
+        cache = replace(header.core.cache, **{field: size})
+        other = with_core(header, cache=cache)
 
     assert not repeat(replace(busy_log, header=other)).is_equal
 
@@ -521,7 +549,7 @@ def test_a_log_that_the_core_refuses_is_a_difference(busy_log: StepLog) -> None:
 
 def test_an_order_without_the_costs_it_needs_is_refused(busy_log: StepLog) -> None:
     order = OrderConfig(name="deadline", slo_ttft_s={"chat": 1.0})
-    header = replace(busy_log.header, order=order)
+    header = with_core(busy_log.header, order=order)
 
     with pytest.raises(StepLogError, match="header: order deadline needs a cost model"):
         make_core(header)
@@ -545,7 +573,7 @@ EVERY_ORDER = [
 )
 def test_every_order_plans_the_same_again(index: int, has_costs: bool) -> None:
     order = EVERY_ORDER[index]
-    num_differing = 0
+    decides = not has_costs
     for seed in range(2):
         draw = random.Random(seed)
         config: dict[str, Any] = {"order": order, "block_size": 4}
@@ -559,17 +587,17 @@ def test_every_order_plans_the_same_again(index: int, has_costs: bool) -> None:
             **config,
         )
         serve(recording.engine, _fitting(random_traffic(draw), recording.engine))
-        assert recording.log.header.order == order
+        assert recording.log.header.core.order == order
         assert recording.log.header.costs == (COST if has_costs else None)
 
         assert_repeats(recording.log)
 
-        others = [each for each in EVERY_ORDER if each != order]
-        for other in others if has_costs else ():
-            header = replace(recording.log.header, order=other)
+        others = iter([each for each in EVERY_ORDER if each != order])
+        while not decides and (other := next(others, None)) is not None:
+            header = with_core(recording.log.header, order=other)
             changed = replace(recording.log, header=header)
-            num_differing += not repeat(changed).is_equal
-    assert num_differing or not has_costs  # the order decided something
+            decides = not repeat(changed).is_equal
+    assert decides, "with any other order it is the same"
 
 
 # Times
@@ -600,11 +628,12 @@ def run_on_cost(
     Written apart from `predict`, which must find the same times to first token.
     """
     file = io.StringIO()
-    core = CoreSettings(
+    config = CoreConfig(
         cache=CacheConfig(num_blocks=60, block_size=4),
         scheduler=SchedulerConfig(token_budget=32, max_num_running=6),
     )
-    _, scheduler = StepRecorder(file, model="none").make_core(core)
+    core = Core(config, recorder=StepRecorder(file, model="none"))
+    scheduler = core.scheduler
     waiting = deque(sorted(specs, key=lambda spec: spec.arrival_s))
     left = dict(sorted(cancels.items(), key=lambda item: item[1]))
     now = 0.0
@@ -613,20 +642,20 @@ def run_on_cost(
         if not scheduler.has_work:
             now = max(now, waiting[0].arrival_s)
         while waiting and waiting[0].arrival_s <= now:
-            scheduler.add(waiting.popleft())
+            core.add(waiting.popleft())
         for name in [n for n, at_s in left.items() if at_s <= now]:
             del left[name]
-            scheduler.cancel(RequestId(name), now)
+            core.cancel(RequestId(name), now)
         if not scheduler.has_work:
             continue
-        plan = scheduler.schedule(now)
+        plan = core.schedule(now)
         shape = StepShape(num_copied_tokens=sum(c.num_tokens for c in plan.copies))
         samples = {}
         for chunk in plan.chunks:
             shape.add_chunk(chunk.start, chunk.end, is_decode=chunk.is_decode)
             samples[chunk.request_id] = (Sample(plan.step % 50),) * chunk.num_samples
         now += cost.step_seconds(shape)
-        for event in scheduler.commit(plan, StepResult(samples), now):
+        for event in core.commit(plan, StepResult(samples), now):
             if isinstance(event, TokenSampled) and event.index == 0:
                 ttfts[event.request_id] = now
     arrivals = {spec.request_id: spec.arrival_s for spec in specs}
@@ -715,18 +744,22 @@ def test_ended_sessions_and_orders_to_keep_have_their_times_in_a_prediction(
 ) -> None:
     log = lived(EvictionConfig(), has_quotas=False).log
     told: list[SessionEnded | Kept] = []
-    tell = agreement._tell_cache
+    tell = agreement.tell
 
-    def noting(cache: Any, call: SessionEnded | Kept, now: float) -> None:
-        assert now >= call.now
-        told.append(call)
-        tell(cache, call, now)
+    def noting(core: Core, call: Call) -> None:
+        if isinstance(call, SessionEnded | Kept):
+            told.append(call)
+        tell(core, call)
 
-    monkeypatch.setattr(agreement, "_tell_cache", noting)
+    monkeypatch.setattr(agreement, "tell", noting)
 
     prediction = predict(log, COST)
 
-    assert told == [c for c in log.calls if isinstance(c, SessionEnded | Kept)]
+    recorded = [c for c in log.calls if isinstance(c, SessionEnded | Kept)]
+    assert len(recorded) > 0
+    for call, other in zip(recorded, told, strict=True):
+        assert replace(other, now=call.now) == call
+        assert other.now >= call.now
     assert prediction.predicted_s.keys() == {spec.request_id for spec in log.specs}
 
 

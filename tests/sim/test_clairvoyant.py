@@ -186,7 +186,7 @@ def test_every_victim_is_the_leaf_that_is_needed_again_last(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@FREELY
+@settings(FREELY, max_examples=40)
 @given(drawn=random_traces(), rule=st.sampled_from(rules()))
 def test_no_policy_hits_more_units(name: str, drawn: Drawn, rule: SharingRule) -> None:
     reuses = find_reuses(drawn.trace, rule)

@@ -14,7 +14,6 @@ from stemkv.errors import ConfigError
 from stemkv.measure.results import CapacityCurve
 from stemkv.sim.bounds import infinite
 from stemkv.sim.catalogue import device_named, model_named
-from stemkv.sim.config import ReplayConfig
 from stemkv.sim.curves import Study, lru_curves, study, units_in, with_study
 from stemkv.sim.pricing import roofline
 from stemkv.sim.replay import replay
@@ -23,6 +22,7 @@ from stemkv.sim.sequence import replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
+from tests.knobs import replay_config
 from tests.sim.small_traces import UNIT, Drawn, random_traces, rules, trace
 
 BLOCK = 16
@@ -161,7 +161,7 @@ def test_a_trace_of_empty_and_tiny_prompts_can_be_studied() -> None:
 
 
 def test_a_study_changes_nothing_else_of_a_result() -> None:
-    config = ReplayConfig(num_blocks=2_048)
+    config = replay_config(num_blocks=2_048)
     result = replay(example(), config, costs())
     found = studied(2_048)
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stemkv.core.books.cost import FittedCost, StepShape
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.table import BlockCopy
 from stemkv.core.prefix.tokens import TokenIds
-from stemkv.core.retention.policies import EvictionConfig
-from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.plan import Sample
 from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import ConfigError, StepLogError
@@ -208,10 +207,7 @@ def test_equal_columns_and_columns_of_zeros_have_a_solution() -> None:
 def log_of(*calls: Call) -> StepLog:
     header = StepLogHeader(
         model="none",
-        cache=CacheConfig(num_blocks=10),
-        scheduler=SchedulerConfig(),
-        eviction=EvictionConfig(),
-        order="fcfs",
+        core=CoreConfig(cache=CacheConfig(num_blocks=10)),
     )
     return StepLog(header=header, calls=calls)
 

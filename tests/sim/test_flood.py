@@ -17,6 +17,7 @@ from stemkv.measure.results import GIB
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.flood import FloodConfig, study_flood
 from stemkv.sim.pricing import roofline
+from tests.seeds import slow
 
 
 @cache
@@ -47,7 +48,10 @@ def study(
     return study_flood(config, costs())
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize(
+    "eviction",
+    ["reuse_index", *slow(name for name in EVICTIONS if name != "reuse_index")],
+)
 def test_floors_that_cover_working_sets_keep_what_a_flood_would_take(
     eviction: str,
 ) -> None:
@@ -64,7 +68,7 @@ def test_floors_that_cover_working_sets_keep_what_a_flood_would_take(
     ("order", "least"),
     # A floor is against others. With `fair` a tenant's own requests run side by side,
     # some of them paused, and take a little of what the tenant itself has retained.
-    [("fcfs", 0.98), ("fair", 0.95)],
+    [("fcfs", 0.98), pytest.param("fair", 0.95, marks=pytest.mark.slow)],
 )
 def test_floors_keep_hits_in_overload_as_well(order: str, least: float) -> None:
     result = study(rate=1.0, order=order)
@@ -99,7 +103,7 @@ def test_without_a_prefix_there_is_nothing_to_lose() -> None:
 
 
 def test_the_flood_sends_as_many_times_what_the_others_do() -> None:
-    result = study(rate=0.6)
+    result = study(eviction="reuse_index")
 
     assert (result.rate, result.flood_rate) == (0.6, pytest.approx(2.4))
     assert "flood" not in {tenant.tenant for tenant in result.tenants}

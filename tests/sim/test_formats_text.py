@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stemkv.errors import ConfigError, TraceError
 from stemkv.sim.formats import read_trace
 from stemkv.sim.formats.prompt import render_chat
-from stemkv.sim.outcome import trace_facts
+from stemkv.sim.settings import trace_facts
 from stemkv.sim.trace import Trace
 
 from .trace_files import shape, write_jsonl

@@ -8,10 +8,11 @@ from array import array
 import pytest
 
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.retention.memory import MemoryQuota
 from stemkv.core.retention.quota import Quota
 from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace, TraceRequest
 
@@ -58,9 +59,9 @@ def test_where_all_tenants_share_a_domain_quotas_are_refused() -> None:
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        ({"floor_bytes": -1}, "floor must be a number of bytes of at least 0"),
-        ({"cap_bytes": True}, "cap must be a number of bytes"),
-        ({"floor_bytes": 5, "cap_bytes": 4}, "cap must not be below floor"),
+        ({"floor_bytes": -1}, "floor_bytes must be a number of bytes of at least 0"),
+        ({"cap_bytes": True}, "cap_bytes must be a number of bytes"),
+        ({"floor_bytes": 5, "cap_bytes": 4}, "cap_bytes must not be below floor_bytes"),
         ({"weight": 0}, "weight must be a number above 0"),
     ],
 )
@@ -74,7 +75,7 @@ def test_a_quota_that_makes_no_sense_is_refused(
 def test_who_is_not_named_has_no_floor() -> None:
     with pytest.raises(ConfigError, match="default must have no floor"):
         TenantQuotas(default=MemoryQuota(floor_bytes=1))
-    with pytest.raises(ConfigError, match="public must be a number of bytes"):
+    with pytest.raises(ConfigError, match="public_bytes must be a number of bytes"):
         TenantQuotas(public_bytes=-1)
 
 

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from stemkv.core import CacheConfig, Domain, Fcfs, Lru, SchedulerConfig
+from stemkv.core import CacheConfig, Domain, SchedulerConfig
 from stemkv.core.books.cost import StepShape
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.retention.policies import EvictionConfig
+from stemkv.core.schedule.orders import OrderConfig
 from stemkv.core.schedule.request import RequestId, RequestSpec
 from stemkv.errors import InvariantError, PromptTooLong
 from stemkv.measure.results import MemorySample
@@ -39,12 +42,14 @@ def build(
 ) -> Replica:
     return Replica(
         0,
-        cache=CacheConfig(num_blocks=num_blocks, block_size=4),
-        limits=SchedulerConfig(
-            token_budget=token_budget, max_num_running=8, watermark=0.0
+        config=CoreConfig(
+            cache=CacheConfig(num_blocks=num_blocks, block_size=4),
+            scheduler=SchedulerConfig(
+                token_budget=token_budget, max_num_running=8, watermark=0.0
+            ),
+            eviction=EvictionConfig(name="lru"),
+            order=OrderConfig(name="fcfs"),
         ),
-        make_policy=Lru,
-        order=Fcfs(),
         costs=Watching(),
         on_end=on_end,
     )
@@ -59,7 +64,7 @@ def add(
         max_new_tokens=num_output,
         arrival_s=at,
         domain=Domain.private("a"),
-        namespace=b"n",
+        namespace=b"n" * 32,
     )
     replica.add(spec, 1_000 + len(replica.times))
 

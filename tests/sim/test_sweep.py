@@ -15,8 +15,7 @@ from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import SweepCell
 from stemkv.sim.bounds import clairvoyant
 from stemkv.sim.catalogue import device_named, model_named
-from stemkv.sim.config import ReplayConfig
-from stemkv.sim.policies import EVICTIONS
+from stemkv.sim.config import EVICTIONS, ReplayConfig
 from stemkv.sim.pricing import roofline
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import replay
@@ -26,9 +25,10 @@ from stemkv.sim.sharing import SharingRule
 from stemkv.sim.sweep import Grid, UntimedPlay, sweep, timed_cell
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads.registry import workload_named
+from tests.knobs import replay_config
 
 GRID = Grid(num_blocks=(900, 2_048), sharings=("isolated", "shared"))
-BASE = ReplayConfig(num_blocks=1, slo_ttft_s=1.0)
+BASE = replay_config(num_blocks=1, slo_ttft_s=1.0)
 
 
 @cache
@@ -54,7 +54,7 @@ def test_a_grid_is_every_combination_with_sizes_changing_slowest() -> None:
 
 
 def test_a_grid_keeps_how_many_tenants_make_something_public() -> None:
-    base = ReplayConfig(
+    base = replay_config(
         num_blocks=1, sharing=SharingRule(name="public", public_min_tenants=3)
     )
 
@@ -109,7 +109,7 @@ def test_a_timed_cell_has_the_numbers_of_its_replay() -> None:
 
 
 def test_a_cell_in_which_nothing_finished_has_no_latencies() -> None:
-    config = ReplayConfig(num_blocks=10)
+    config = replay_config(num_blocks=10)
 
     cell = timed_cell(example(), config, costs())
 
@@ -118,7 +118,7 @@ def test_a_cell_in_which_nothing_finished_has_no_latencies() -> None:
 
 
 def test_an_untimed_cell_has_hits_and_evictions_and_nothing_of_time() -> None:
-    config = replace(GRID.configs(BASE)[0], eviction="lru")
+    config = GRID.configs(BASE)[0].evicting("lru")
     found = replay_sequence(
         example(), num_blocks=900, rule=config.sharing, cost=costs()
     )
@@ -162,7 +162,7 @@ def test_measuring_a_policy_changes_nothing_that_it_does() -> None:
 
 
 def test_reuses_are_those_of_the_trace_that_is_played() -> None:
-    config = replace(BASE, num_blocks=900, eviction="clairvoyant")
+    config = BASE.sized(900).evicting("clairvoyant")
     other = workload_named("chat", num_requests=40, rate=2.0, seed=3)
     play = UntimedPlay()
 
@@ -173,7 +173,7 @@ def test_reuses_are_those_of_the_trace_that_is_played() -> None:
 
 
 def test_quotas_need_the_clock() -> None:
-    config = replace(BASE, num_blocks=900, quotas=TenantQuotas())
+    config = replace(BASE.sized(900), quotas=TenantQuotas())
 
     with pytest.raises(ConfigError, match="quotas need the clock"):
         UntimedPlay()(example(), config, costs())

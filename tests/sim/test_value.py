@@ -15,13 +15,13 @@ from stemkv.measure.results import GIB, to_json
 from stemkv.measure.value import ValueResult, ValueRun, value_run
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.catalogue import device_named, model_named
-from stemkv.sim.config import ReplayConfig
 from stemkv.sim.pricing import num_blocks, roofline
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 from stemkv.sim.value import ValueConfig, study_value
 from stemkv.sim.workloads.worked_example import worked_example
+from tests.knobs import replay_config
 
 
 def costs() -> RooflineCost:
@@ -47,6 +47,11 @@ def study(
         rates=rates,
     )
     return study_value(config, costs())
+
+
+def small_memory() -> ValueResult:
+    """The prefix leaves little more of it than the longest request needs."""
+    return study(memory_gib=1.56, num_requests=16)
 
 
 def all_runs(result: ValueResult) -> list[ValueRun]:
@@ -96,7 +101,7 @@ def test_sharing_saves_no_less_than_isolation() -> None:
 
 
 def test_one_tenant_is_isolated_from_nobody() -> None:
-    for point in study(num_tenants=1, rates=(2.0,)).loads:
+    for point in study(num_tenants=1, rates=(2.0,), num_requests=20).loads:
         shared = dataclasses.replace(point.shared, reuse="isolated")
         assert to_json(shared, schema="run") == to_json(point.isolated, schema="run")
 
@@ -115,7 +120,7 @@ def test_requests_of_the_mix_are_counted_from_the_trace() -> None:
 
 
 def test_no_request_is_refused_whatever_the_memory() -> None:
-    for result in (study(), study(memory_gib=1.56)):
+    for result in (study(), small_memory()):
         assert all(run.num_refused == 0 for run in all_runs(result))
         assert all(
             run.num_finished == result.mix.num_requests for run in all_runs(result)
@@ -124,7 +129,7 @@ def test_no_request_is_refused_whatever_the_memory() -> None:
 
 def test_memories_halve_while_the_longest_request_fits() -> None:
     assert [point.gib for point in study().memories] == [12.0, 6.0, 3.0]
-    assert [point.gib for point in study(memory_gib=1.56).memories] == [
+    assert [point.gib for point in small_memory().memories] == [
         pytest.approx(1.56, abs=0.01)
     ]
 
@@ -135,14 +140,14 @@ def test_no_run_holds_more_than_there_is() -> None:
 
 
 def test_where_the_prefix_leaves_no_room_it_costs_all_of_the_rate() -> None:
-    found = study(memory_gib=1.56).memories[0].break_even
+    found = small_memory().memories[0].break_even
 
     assert found.displaced_rate is None
     assert found.lost_share == 1.0
 
 
 def test_without_a_prefix_in_the_mix_nothing_is_saved() -> None:
-    result = study(share=0.0, rates=(2.0,))
+    result = study(share=0.0, rates=(2.0,), num_requests=20)
 
     assert all(run.saved_s == 0 for run in all_runs(result))
     assert math.isnan(result.mix.own_tokens)
@@ -186,7 +191,7 @@ def test_given_rates_are_sorted_and_tried_once() -> None:
 
 def test_equal_studies_give_equal_bytes_and_seeds_matter() -> None:
     def text(seed: int) -> str:
-        config = ValueConfig(num_requests=12, rates=(2.0,), seed=seed)
+        config = ValueConfig(num_requests=6, rates=(2.0,), seed=seed)
         return to_json(study_value(config, costs()), schema="stemkv.value/1")
 
     assert text(1) == text(1)
@@ -247,7 +252,7 @@ def mix(num_requests: int, share: float, *, num_tenants: int = 4) -> Trace:
 
 
 def served(trace: Trace, blocks: int) -> float:
-    config = ReplayConfig(num_blocks=blocks, load=LoadConfig(rate=1e9))
+    config = replay_config(num_blocks=blocks, load=LoadConfig(rate=1e9))
     return len(trace.requests) / replay(trace, config, costs()).end_s
 
 
@@ -258,7 +263,7 @@ def test_the_break_even_share_is_an_upper_limit(memory_gib: int) -> None:
     )
     (found,) = (
         point.break_even
-        for point in study(memory_gib=6.0, num_requests=150).memories
+        for point in study(memory_gib=6.0, num_requests=80, rates=(2.0,)).memories
         if point.gib == memory_gib
     )
 
@@ -266,7 +271,7 @@ def test_the_break_even_share_is_an_upper_limit(memory_gib: int) -> None:
         """Rate with the prefix always in memory, over that with a copy each."""
         alone = [
             dataclasses.replace(request, identity=request.request_id)
-            for request in mix(150, share).requests
+            for request in mix(80, share).requests
         ]
         # Pinned: its blocks are gone, and whoever begins with it brings only the rest.
         pinned = [
@@ -279,7 +284,7 @@ def test_the_break_even_share_is_an_upper_limit(memory_gib: int) -> None:
             else request
             for request in alone
         ]
-        trace = mix(150, share)
+        trace = mix(80, share)
         trace.requests = alone
         with_copies = served(trace, blocks)
         trace.requests = pinned
@@ -317,7 +322,7 @@ def test_an_idle_prefix_lives_for_the_retention_time(
                     )
                 )
         requests.sort(key=lambda request: request.arrival_s)
-        config = ReplayConfig(
+        config = replay_config(
             num_blocks=blocks, sharing=SharingRule(name="shared"), eviction=eviction
         )
         result = replay(dataclasses.replace(trace, requests=requests), config, costs())

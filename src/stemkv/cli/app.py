@@ -304,7 +304,7 @@ def value(
     Example: stemkv value --share 0.1 --memory 6GiB --html value.html
     """
     with errors_explained("cli,sim,report"):
-        from stemkv.cli.deployment import DeploymentOptions
+        from stemkv.cli.trace_options import DeploymentOptions
         from stemkv.cli.value import ValueOptions, run_value
 
         options = ValueOptions(

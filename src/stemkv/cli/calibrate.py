@@ -24,13 +24,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from stemkv.cli.outputs import replaced, write_text
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.engine import Engine, EngineConfig, LoadedModel, SamplingParams
 from stemkv.engine.energy import EnergyMeter, open_meter
 from stemkv.engine.recorder import StepRecorder
 from stemkv.engine.threads import default_num_threads
 from stemkv.errors import ConfigError
-from stemkv.measure.steplog import StepLog, read_step_log
+from stemkv.measure.steplog import StepLog
+from stemkv.measure.steplog_lines import read_step_log
 from stemkv.measure.timeline import percentile
 from stemkv.sim.agreement import Agreement, Prediction, predict, repeat
 from stemkv.sim.fit import (
@@ -290,7 +293,7 @@ def _make_engine(
     config = EngineConfig(
         numerics=options.numerics,
         kv_memory_bytes=options.kv_tokens * loaded.kv_bytes_per_token,
-        token_budget=token_budget,
+        core=CoreConfig(scheduler=SchedulerConfig(token_budget=token_budget)),
         num_threads=options.num_threads,
         runs_self_test=False,  # about times, not about bits
     )

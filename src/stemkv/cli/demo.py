@@ -26,7 +26,9 @@ from rich.table import Table
 
 from stemkv.cli.outputs import write_text
 from stemkv.cli.worked_example import ExampleRequest, load_requests, shared_messages
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.cache import CacheUsage
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.schedule.request import RequestId
 from stemkv.engine import Completion, Engine, EngineConfig, LoadedModel, SamplingParams
@@ -129,7 +131,7 @@ def _make_engine(
         EngineConfig(
             numerics=options.numerics,
             kv_memory_bytes=options.kv_tokens * loaded.kv_bytes_per_token,
-            block_size=_BLOCK_SIZE,
+            core=CoreConfig(cache=CacheConfig(block_size=_BLOCK_SIZE)),
             reuses_prefixes=reuses_prefixes,
             num_threads=options.num_threads,
             # Once is enough: model, dtype and kernels are the same in both runs.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from stemkv.cli.trace_options import DeploymentOptions
 from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError
 from stemkv.report import Page
@@ -16,47 +16,9 @@ from stemkv.report.wording import memory as spelled
 from stemkv.sim.catalogue import device_named, model_named
 from stemkv.sim.pricing import memory_left, num_blocks, parse_memory, roofline
 
-__all__ = ["Deployment", "DeploymentOptions", "deploy"]
+__all__ = ["Deployment", "deploy"]
 
 _MODEL, _DEVICE, _KV_DTYPE = "llama-3.1-8b", "h100", "bf16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentOptions:
-    """What serves the requests, as it was typed."""
-
-    model: str | None = None
-    device: str | None = None
-    num_devices: int = 1
-    kv_dtype: str | None = None
-    weight_dtype: str | None = None
-    cost: Path | None = None
-    block_size: int = 16
-
-    def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ConfigError(f"--devices must be at least 1, got {self.num_devices}")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
-        if self.cost is None:
-            return
-        described = {
-            "--model": self.model is not None,
-            "--device": self.device is not None,
-            "--devices": self.num_devices != 1,
-            "--kv-dtype": self.kv_dtype is not None,
-            "--weight-dtype": self.weight_dtype is not None,
-        }
-        for name, is_given in described.items():
-            if is_given:
-                raise ConfigError(
-                    f"--cost {self.cost} says what steps cost and how large KV is; "
-                    f"{name} would say so again"
-                )
-
-    def inputs(self) -> dict[str, str | Path | None]:
-        """Return the files that are read, by the option that names each."""
-        return {"--cost": self.cost, "--model": self.model}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +79,14 @@ class Deployment:
         )
 
 
-def deploy(options: DeploymentOptions) -> Deployment:
+def deploy(options: DeploymentOptions, *, block_size: int = 16) -> Deployment:
     """Look up or read what the options name."""
     if options.cost is not None:
         from stemkv.sim.fit import read_cost
 
         return Deployment(
             costs=read_cost(options.cost),
-            block_size=options.block_size,
+            block_size=block_size,
             memory_bytes=None,
         )
     model = model_named(options.model or _MODEL)
@@ -135,13 +97,13 @@ def deploy(options: DeploymentOptions) -> Deployment:
             device,
             kv_dtype=options.kv_dtype or _KV_DTYPE,
             weight_dtype=options.weight_dtype,
-            num_devices=options.num_devices,
+            num_devices=options.devices,
         ),
-        block_size=options.block_size,
+        block_size=block_size,
         memory_bytes=memory_left(
             model,
             device,
             weight_dtype=options.weight_dtype,
-            num_devices=options.num_devices,
+            num_devices=options.devices,
         ),
     )

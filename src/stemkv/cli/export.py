@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from stemkv.cli.outputs import check_outputs, say, written
-from stemkv.cli.traces import TraceOptions, load_trace
+from stemkv.cli.trace_options import TraceOptions
+from stemkv.cli.traces import load_trace
 from stemkv.errors import ConfigError
 from stemkv.sim.export import export_trace
 

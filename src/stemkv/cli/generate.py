@@ -51,7 +51,13 @@ def run_generate(
 ) -> None:
     """Continue all prompts in one batch; raises what the engine raises."""
     memory = settings.memory
-    config = replace(config, sharing=settings.sharing, **memory.as_engine_fields())
+    config = replace(
+        config,
+        core=memory.core,
+        quotas=memory.quotas,
+        sharing=settings.sharing,
+        single_tenant=True,  # one person at a terminal
+    )
     engine = Engine(loaded, config, costs=memory.costs)
     for prefix in settings.public:
         tokens = _public_tokens(engine, prefix)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stemkv.cli.outputs import STDOUT, write_text
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import FIELD_TAGS, SCHEMA_VERSION
 from stemkv.errors import ConfigError, UnsupportedModel
 
@@ -84,7 +86,9 @@ def establish(model: Path | None, options: IdentityOptions) -> ComputeIdentity:
 
     # Checks its values, before anything is loaded.
     config = EngineConfig(
-        numerics=options.numerics, block_size=options.block_size, runs_self_test=False
+        core=CoreConfig(cache=CacheConfig(block_size=options.block_size)),
+        numerics=options.numerics,
+        runs_self_test=False,
     )
     dtype = dtype_named(options.dtype)
     loaded = load_model(
@@ -98,7 +102,7 @@ def establish(model: Path | None, options: IdentityOptions) -> ComputeIdentity:
             f"start_position must be below the context of {loaded.context_length} "
             f"tokens, got {options.start_position}"
         )
-    block_bytes = loaded.kv_bytes_per_token * config.block_size
+    block_bytes = loaded.kv_bytes_per_token * options.block_size
     engine = Engine(loaded, replace(config, kv_memory_bytes=block_bytes))
     adapter = None
     if options.adapter is not None:

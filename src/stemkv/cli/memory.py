@@ -8,46 +8,35 @@ the core's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from stemkv.cli.documents import check_keys, checked, found_in, joined, type_name
+from stemkv.cli.amounts import bytes_of, number_of, quota_of
+from stemkv.cli.documents import check_keys, checked, found_in, joined
 from stemkv.core.books.cost import CostModel
+from stemkv.core.core import CoreConfig
 from stemkv.core.retention.policies import EvictionConfig
-from stemkv.engine import EngineConfig, MemoryQuota, MemoryQuotas
+from stemkv.engine import MemoryQuotas
 from stemkv.errors import ConfigError
 
 __all__ = ["MemorySettings", "read_memory"]
 
 _EVICTION: Final = ("policy", "objective", "cost_file", "lookahead", "max_kept_share")
 _QUOTAS: Final = ("tenants", "groups", "default", "public")
-_OF_ONE: Final = ("floor", "cap", "weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
     """What a settings file says of retained memory."""
 
-    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    core: CoreConfig = field(default_factory=CoreConfig)  # what is said of eviction
     quotas: MemoryQuotas | None = None
-    lookahead: int = EngineConfig().lookahead
-    max_kept_share: float = EngineConfig().max_kept_share
     costs: CostModel | None = None  # what the objective of seconds weighs blocks with
-
-    def as_engine_fields(self) -> dict[str, Any]:
-        """Return the fields of an `EngineConfig` that these settings are."""
-        return {
-            "eviction": self.eviction,
-            "quotas": self.quotas,
-            "lookahead": self.lookahead,
-            "max_kept_share": self.max_kept_share,
-        }
 
 
 def read_memory(document: Mapping[str, object], folder: Path) -> MemorySettings:
     """Read the two tables of a settings file; paths are relative to `folder`."""
-    settings: dict[str, Any] = {}
     eviction = checked(document.get("eviction", {}), dict, "eviction")
     check_keys(eviction, "eviction", _EVICTION)
     words = {
@@ -55,36 +44,40 @@ def read_memory(document: Mapping[str, object], folder: Path) -> MemorySettings:
         for key, name in (("policy", "name"), ("objective", "objective"))
         if key in eviction
     }
+    core = CoreConfig()
     with found_in("eviction: "):
-        settings["eviction"] = EvictionConfig(**words)
+        core = replace(core, eviction=EvictionConfig(**words))
+    costs = None
     if "cost_file" in eviction:
         from stemkv.sim.fit import read_cost  # only they who name one need the extra
 
         path = checked(eviction["cost_file"], str, "eviction.cost_file")
-        settings["costs"] = read_cost(folder / path)
-    elif settings["eviction"].objective == "seconds":
+        costs = read_cost(folder / path)
+    elif core.eviction.objective == "seconds":
         raise ConfigError(
             "eviction.cost_file is missing: the objective seconds weighs blocks by what "
             "they cost; make the file with `stemkv calibrate --out`"
         )
     if "lookahead" in eviction:
-        settings["lookahead"] = checked(
-            eviction["lookahead"], int, "eviction.lookahead"
-        )
+        lookahead = checked(eviction["lookahead"], int, "eviction.lookahead")
+        core = replace(core, scheduler=replace(core.scheduler, lookahead=lookahead))
     if "max_kept_share" in eviction:
-        settings["max_kept_share"] = _number(
-            eviction["max_kept_share"], "eviction.max_kept_share"
-        )
+        share = number_of(eviction["max_kept_share"], "eviction.max_kept_share")
+        core = replace(core, cache=replace(core.cache, max_kept_share=share))
+    quotas = None
     if "quotas" in document:
-        settings["quotas"] = _quotas(checked(document["quotas"], dict, "quotas"))
-    return MemorySettings(**settings)
+        quotas = _quotas(checked(document["quotas"], dict, "quotas"))
+    return MemorySettings(core=core, quotas=quotas, costs=costs)
 
 
 def _quotas(table: dict[str, object]) -> MemoryQuotas:
     check_keys(table, "quotas", _QUOTAS)
     named = {
         kind: {
-            name: _quota(quota, joined(f"quotas.{kind}", name))
+            name: quota_of(
+                checked(quota, dict, joined(f"quotas.{kind}", name)),
+                joined(f"quotas.{kind}", name),
+            )
             for name, quota in checked(
                 table.get(kind, {}), dict, f"quotas.{kind}"
             ).items()
@@ -95,39 +88,9 @@ def _quotas(table: dict[str, object]) -> MemoryQuotas:
         return MemoryQuotas(
             tenants=named["tenants"],
             groups=named["groups"],
-            default=_quota(table.get("default", {}), "quotas.default"),
-            public_bytes=_bytes(table.get("public", 0), "public"),
+            default=quota_of(
+                checked(table.get("default", {}), dict, "quotas.default"),
+                "quotas.default",
+            ),
+            public_bytes=bytes_of(table.get("public", 0), "public"),
         )
-
-
-def _quota(value: object, where: str) -> MemoryQuota:
-    quota = checked(value, dict, where)
-    check_keys(quota, where, _OF_ONE)
-    cap = quota.get("cap")
-    with found_in(f"{where}."):
-        return MemoryQuota(
-            floor_bytes=_bytes(quota.get("floor", 0), "floor"),
-            cap_bytes=None if cap is None else _bytes(cap, "cap"),
-            weight=_number(quota.get("weight", 1.0), "weight"),
-        )
-
-
-def _bytes(value: object, where: str) -> int:
-    """Return an amount of memory: text with a unit, or 0 for none at all."""
-    if value == 0 and not isinstance(value, bool):
-        return 0
-    if not isinstance(value, str):
-        raise ConfigError(
-            f'{where} must be text such as "2GiB", or 0, got {type_name(value)}'
-        )
-    from stemkv.sim.pricing import parse_memory  # as above
-
-    with found_in(f"{where}: "):
-        return parse_memory(value)
-
-
-def _number(value: object, where: str) -> float:
-    # To Python, true is 1.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where} must be a number, got {type_name(value)}")
-    return value

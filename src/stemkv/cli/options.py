@@ -16,6 +16,7 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
+from stemkv.cli.knobs import KNOBS
 from stemkv.errors import InvariantError, StemKVError
 from stemkv.report.wording import visible
 
@@ -45,8 +46,8 @@ JsonOption = Annotated[
 
 # What a message of the library begins with, and how it is typed here.
 _OPTIONS: Final = {
+    **{knob.field: knob.option.partition("/")[0] for knob in KNOBS},
     "assumed_watts": "--watts",
-    "block_size": "--block-size",
     "eviction": "--eviction",
     "fields": "--map",
     "format": "--format",
@@ -55,7 +56,6 @@ _OPTIONS: Final = {
     "kv_tokens": "--kv-tokens",
     "lookahead": "--lookahead",
     "max_new_tokens": "--max-tokens",
-    "max_num_running": "--max-running",
     "num_blocks": "--blocks",
     "num_prompts": "--num-prompts",
     "num_replicas": "--replicas",
@@ -63,13 +63,11 @@ _OPTIONS: Final = {
     "num_samples": "--n",
     "num_tenants": "--tenants",
     "num_threads": "--threads",
-    "objective": "--objective",
     "prefix_tokens": "--prefix-tokens",
     "quotas": "--quotas",
     "slo_tpot_s": "--slo-tpot",
     "slo_ttft_s": "--slo-ttft",
     "spread_s": "--spread",
-    "token_budget": "--budget",
     "weight_dtype": "--weight-dtype",
     "wrong_share": "--wrong-hints",
 }

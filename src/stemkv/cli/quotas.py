@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from stemkv.cli.amounts import bytes_of, quota_of
 from stemkv.cli.documents import (
     check_keys,
     found_in,
@@ -31,8 +32,7 @@ from stemkv.cli.documents import (
 from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError
 from stemkv.sim.config import ReplayConfig
-from stemkv.sim.pricing import parse_memory
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import check_quotas
 from stemkv.sim.trace import Trace
 
@@ -41,7 +41,6 @@ __all__ = ["check_in", "read_quotas"]
 _MAX_NAMES = 8  # that a note lists
 
 _KEYS: Final = ("tenants", "default", "public")
-_OF_TENANT: Final = ("floor", "cap", "weight")
 
 
 def read_quotas(path: Path) -> TenantQuotas:
@@ -51,15 +50,19 @@ def read_quotas(path: Path) -> TenantQuotas:
         check_keys(document, "", _KEYS)
         tenants = _object(document.get("tenants", {}), "tenants")
         quotas = {
-            tenant: _quota(quota, joined("tenants", tenant))
+            tenant: quota_of(
+                _object(quota, joined("tenants", tenant)), joined("tenants", tenant)
+            )
             for tenant, quota in tenants.items()
         }
         if "" in quotas:
             raise ConfigError('tenants."": a tenant must have a name')
         return TenantQuotas(
             tenants=quotas,
-            default=_quota(document.get("default", {}), "default"),
-            public_bytes=_bytes(document.get("public", 0), "public"),
+            default=quota_of(
+                _object(document.get("default", {}), "default"), "default"
+            ),
+            public_bytes=bytes_of(document.get("public", 0), "public"),
         )
 
 
@@ -83,39 +86,6 @@ def check_in(
             f"{path} has quotas of {named}{f' and {more:,} more' if more > 0 else ''}, "
             f"who send nothing here; floors are kept for them all the same"
         )
-
-
-def _quota(value: object, where: str) -> MemoryQuota:
-    quota = _object(value, where)
-    check_keys(quota, where, _OF_TENANT)
-    cap = quota.get("cap")
-    with found_in(f"{where}."):
-        return MemoryQuota(
-            floor_bytes=_bytes(quota.get("floor", 0), "floor"),
-            cap_bytes=None if cap is None else _bytes(cap, "cap"),
-            weight=_weight(quota.get("weight", 1.0)),
-        )
-
-
-def _bytes(value: object, where: str) -> int:
-    """Return an amount of memory: text with a unit, or 0 for none at all."""
-    if value == 0 and not isinstance(value, bool):
-        return 0
-    if not isinstance(value, str):
-        raise ConfigError(
-            f'{where} must be text such as "2GiB", or 0, got {type_name(value)}'
-        )
-    with found_in(f"{where}: "):
-        return parse_memory(value)
-
-
-def _weight(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"weight must be a number above 0, got {type_name(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError("weight must be a number that is finite") from None
 
 
 def _object(value: object, where: str) -> dict[str, object]:

@@ -13,7 +13,8 @@ from typing import Final
 
 from rich.console import Console
 
-from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.deployment import Deployment, deploy
+from stemkv.cli.options import remedy_as_typed
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
@@ -37,18 +38,18 @@ from stemkv.cli.thresholds import (
     numbers_of_sequence,
     parse_thresholds,
 )
-from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
+from stemkv.cli.trace_options import DeploymentOptions, LoadOptions, TraceOptions
+from stemkv.cli.traces import load_trace, say_if_open
 from stemkv.measure.results import GIB, ReplayResult, to_json
 from stemkv.report.replay import replay_page
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import ReplayConfig, check_online
 from stemkv.sim.curves import Study, study, with_study
-from stemkv.sim.outcome import trace_facts
-from stemkv.sim.policies import check_online
 from stemkv.sim.replay import replay
+from stemkv.sim.settings import cannot_hit, trace_facts
 from stemkv.sim.trace import Trace
 from stemkv.sim.untimed import Untimed
 
-__all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "run_replay"]
+__all__ = ["DEMO", "Demo", "Outputs", "ReplayOptions", "run_replay", "with_memory"]
 
 _INCONCLUSIVE = 3
 
@@ -69,6 +70,21 @@ class Demo:
     slo_ttft_s: float = 1.0
     slo_tpot_s: float = 0.05
     html: Path = Path("stemkv-replay.html")
+
+    def trace(self, typed: TraceOptions) -> TraceOptions:
+        """Return what to replay, as far as nobody said otherwise."""
+        requests = self.num_requests if typed.requests is None else typed.requests
+        return replace(typed, workload=self.workload, requests=requests)
+
+    def load(self, typed: LoadOptions) -> LoadOptions:
+        """Return how it arrives and how soon it must be served, likewise."""
+        own = {
+            "rate": self.rate,
+            "slo_ttft": self.slo_ttft_s,
+            "slo_tpot": self.slo_tpot_s,
+        }
+        left = {name: own[name] for name in own if getattr(typed, name) is None}
+        return replace(typed, **left)  # type: ignore[arg-type]
 
 
 DEMO: Final = Demo()
@@ -105,14 +121,12 @@ class ReplayOptions:
     """A replay as it was asked for."""
 
     trace: TraceOptions
-    workload_rate: float = 1.0  # requests per second, of a workload
     num_tenants: int | None = None  # of a workload
     deployment: DeploymentOptions
     memory: str | None = None
     num_blocks: int | None = None
     config: ReplayConfig  # its num_blocks follow from the above
-    quotas: Path | None = None
-    retained_floor: str | None = None
+    load: LoadOptions  # from which it was made, besides what needs a deployment
     has_clock: bool = True
     has_curves: bool = True
     outputs: Outputs
@@ -121,7 +135,8 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.has_clock:
             check_online(self.config.eviction)
-        self.outputs.check(self.trace, self.deployment, self.quotas)
+        self.trace.check()
+        self.outputs.check(self.trace, self.deployment, self.load.quotas)
 
 
 def run_replay(options: ReplayOptions) -> int:
@@ -129,21 +144,32 @@ def run_replay(options: ReplayOptions) -> int:
     # What is wrong with the call shows now and not after minutes of work.
     names = NUMBERS if options.has_clock else CLOCKLESS_NUMBERS
     thresholds = parse_thresholds(options.fail_on, names)
-    deployment = deploy(options.deployment)
-    config = replace(options.config, num_blocks=_num_blocks(options, deployment))
-    if options.quotas is not None:
-        config = replace(config, quotas=read_quotas(options.quotas))
-    if options.retained_floor is not None:
-        floor = deployment.floor_of(options.retained_floor, config.num_blocks)
-        config = replace(config, retained_floor_blocks=floor)
+    deployment = deploy(options.deployment, block_size=options.config.block_size)
+    config = options.config.sized(_num_blocks(options, deployment))
+    config = with_memory(config, options.load, deployment, config.num_blocks)
     console = PeoplesConsole(json_file=options.outputs.json)
     trace = load_trace(
-        options.trace, rate=options.workload_rate, num_tenants=options.num_tenants
+        options.trace, rate=options.load.workload_rate, num_tenants=options.num_tenants
     )
-    check_names(config.order, trace)
+    check_names(config.core.order, trace)
     say_if_open(trace, config.load.loop)
+    for text in cannot_hit(trace, config.core.cache if options.has_clock else None):
+        say(f"warning: {remedy_as_typed(text)}")
     run = _run_timed if options.has_clock else _run_sequence
     return run(console, trace, config, deployment, options, thresholds)
+
+
+def with_memory(
+    config: ReplayConfig, load: LoadOptions, deployment: Deployment, num_blocks: int
+) -> ReplayConfig:
+    """Return the settings with quotas and a floor, in memory of so many blocks."""
+    if load.quotas is not None:
+        config = replace(config, quotas=read_quotas(load.quotas))
+    if load.retained_floor is None:
+        return config
+    floor = deployment.floor_of(load.retained_floor, num_blocks)
+    scheduler = replace(config.core.scheduler, retained_floor_blocks=floor)
+    return replace(config, core=replace(config.core, scheduler=scheduler))
 
 
 def _num_blocks(options: ReplayOptions, deployment: Deployment) -> int:
@@ -162,8 +188,8 @@ def _run_timed(
     options: ReplayOptions,
     thresholds: Sequence[Threshold],
 ) -> int:
-    if options.quotas is not None:
-        check_in(options.quotas, trace, [config], deployment.costs)
+    if options.load.quotas is not None:
+        check_in(options.load.quotas, trace, [config], deployment.costs)
     with counted("replaying", "requests") as progress:
         result = replay(trace, config, deployment.costs, progress=progress)
     if options.has_curves:
@@ -210,9 +236,9 @@ def _run_sequence(
             "block_size": config.block_size,
             "memory_gib": gib,
             "eviction": config.eviction,
-            "objective": config.objective,
+            "objective": config.core.eviction.objective,
             "hints": str(config.hints),
-            "lookahead": config.lookahead or 0,
+            "lookahead": config.untimed_lookahead,
             "sharing": config.sharing.name,
             "public_min_tenants": config.sharing.public_min_tenants,
         },

@@ -18,7 +18,7 @@ from stemkv.report import Chart, Fact, Page, Section
 from stemkv.report.capacity import capacity_charts, hit_rate_at
 from stemkv.report.chart import Mark
 from stemkv.report.hindsight import hindsight_note
-from stemkv.report.opaque import opaque_headline, opaque_note
+from stemkv.report.opaque import opaque_headline, opaque_note, warned
 from stemkv.report.page import Cell
 from stemkv.report.wording import (
     NO_DATA,
@@ -157,7 +157,7 @@ def _paragraphs(report: SequenceReport) -> list[str]:
             "The trace has text and not tokens, so every count of tokens is an estimate."
         )
     paragraphs += hindsight_note(report.config)
-    return [*paragraphs, *opaque_note(report.trace)]
+    return [*warned(report.trace), *paragraphs, *opaque_note(report.trace)]
 
 
 def _sections(report: SequenceReport) -> list[Section]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.deployment import Deployment, deploy
+from stemkv.cli.options import remedy_as_typed
 from stemkv.cli.orders import check_names
 from stemkv.cli.outputs import (
     STDOUT,
@@ -23,10 +23,12 @@ from stemkv.cli.outputs import (
     say,
     write_text,
 )
-from stemkv.cli.quotas import check_in, read_quotas
-from stemkv.cli.replay import Outputs
+from stemkv.cli.quotas import check_in
+from stemkv.cli.replay import Outputs, with_memory
 from stemkv.cli.summary import print_notes, print_sentences
-from stemkv.cli.traces import TraceOptions, load_trace, say_if_open
+from stemkv.cli.trace_options import DeploymentOptions, LoadOptions, TraceOptions
+from stemkv.cli.traces import load_trace, say_if_open
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.errors import ConfigError
 from stemkv.measure.gap import BASELINE, compared, with_gaps
 from stemkv.measure.results import SweepCell, SweepResult, to_json
@@ -35,16 +37,15 @@ from stemkv.report.orders import order_tables
 from stemkv.report.policies import policy_tables
 from stemkv.report.sweep import is_conclusive, numbers_label, sweep_page
 from stemkv.report.wording import per_cent
-from stemkv.sim.config import ReplayConfig
-from stemkv.sim.curves import lru_curves, units_in
-from stemkv.sim.hinting import HintRule
-from stemkv.sim.outcome import listed_pairs, trace_facts
-from stemkv.sim.policies import (
+from stemkv.sim.config import (
     CLAIRVOYANT,
     EVICTIONS,
-    ONLINE_EVICTIONS,
+    ReplayConfig,
     check_online,
 )
+from stemkv.sim.curves import lru_curves, units_in
+from stemkv.sim.hinting import HintRule
+from stemkv.sim.settings import cannot_hit, replay_settings, trace_facts
 from stemkv.sim.sweep import (
     Grid,
     Play,
@@ -59,6 +60,11 @@ from stemkv.sim.trace import Trace
 __all__ = ["SweepOptions", "listed", "numbers_listed", "run_sweep"]
 
 _INCONCLUSIVE = 3
+# What a sweep varies, or nothing on its command line sets.
+_VARIED = {
+    *("num_blocks", "memory_gib", "eviction", "order", "sharing", "public_min_tenants"),
+    *("max_request_tokens", "max_steps_awaiting", "watermark"),
+}
 _SHARES_LEFT = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the memory that the device leaves
 
 
@@ -67,7 +73,6 @@ class SweepOptions:
     """A sweep as it was asked for."""
 
     trace: TraceOptions
-    workload_rate: float = 1.0  # requests per second, of a workload
     deployment: DeploymentOptions
     memory: Sequence[str] = ()
     num_blocks: Sequence[int] = ()
@@ -75,8 +80,7 @@ class SweepOptions:
     orders: Sequence[str]
     sharings: Sequence[str]
     config: ReplayConfig  # what all configurations have in common
-    quotas: Path | None = None
-    retained_floor: str | None = None
+    load: LoadOptions  # from which it was made, besides what needs a deployment
     has_clock: bool = True
     num_jobs: int = 2
     keeps_cpu_time: bool = False  # measured, so that equal sweeps differ in JSON
@@ -88,12 +92,13 @@ class SweepOptions:
         if self.has_clock:
             for eviction in self.evictions:
                 check_online(eviction)
-        if self.quotas is not None and not self.evictions:
+        self.trace.check()
+        if self.load.quotas is not None and not self.evictions:
             raise ConfigError(
                 "--quotas need the clock, and a comparison of all policies has none; "
                 "list them, as in --eviction reuse_index,lru"
             )
-        self.outputs.check(self.trace, self.deployment, self.quotas)
+        self.outputs.check(self.trace, self.deployment, self.load.quotas)
 
 
 def listed(option: str, text: str) -> tuple[str, ...]:
@@ -117,15 +122,11 @@ def numbers_listed(option: str, text: str) -> tuple[int, ...]:
 
 def run_sweep(options: SweepOptions) -> int:
     """Replay every configuration, write and print; return 0, or 3 if nothing shows."""
-    deployment = deploy(options.deployment)
+    deployment = deploy(options.deployment, block_size=options.config.block_size)
     given = deployment.blocks_of(options.memory, options.num_blocks)
     sizes = tuple(sorted({*(given or deployment.blocks_left(*_SHARES_LEFT))}))
-    base = replace(options.config, num_blocks=max(sizes))
-    if options.quotas is not None:
-        base = replace(base, quotas=read_quotas(options.quotas))
-    if options.retained_floor is not None:
-        floor = deployment.floor_of(options.retained_floor, min(sizes))
-        base = replace(base, retained_floor_blocks=floor)
+    base = options.config.sized(max(sizes))
+    base = with_memory(base, options.load, deployment, min(sizes))
     every = EVICTIONS if not options.has_clock else ONLINE_EVICTIONS
     grid = Grid(
         num_blocks=sizes,
@@ -135,16 +136,19 @@ def run_sweep(options: SweepOptions) -> int:
     )
     console = PeoplesConsole(json_file=options.outputs.json)
     configs = grid.configs(base)
-    trace = load_trace(options.trace, rate=options.workload_rate)
-    check_names(base.order, trace)
+    trace = load_trace(options.trace, rate=options.load.workload_rate)
+    check_names(base.core.order, trace)
     say_if_open(trace, base.load.loop)
+    cache = base.core.cache if options.has_clock else None
+    for text in cannot_hit(trace, cache):
+        say(f"warning: {remedy_as_typed(text)}")
     if not (options.has_clock and options.evictions):
         for size in grid.num_blocks:
             units_in(trace, size, base.block_size)
-    if options.quotas is not None:
-        check_in(options.quotas, trace, configs, deployment.costs)
+    if options.load.quotas is not None:
+        check_in(options.load.quotas, trace, configs, deployment.costs)
     result = SweepResult(
-        trace=trace_facts(trace),
+        trace=trace_facts(trace, cache),
         config=_settings(base, has_clock=options.has_clock),
         cost_source=deployment.costs.source,
         cells=_cells(options, trace, configs, deployment, has_clock=options.has_clock),
@@ -214,7 +218,7 @@ def _cells(
 def _play(configs: Sequence[ReplayConfig], *, has_clock: bool, compares: bool) -> Play:
     if not has_clock:
         return UntimedPlay(measures=compares)
-    compares_orders = len({config.order.name for config in configs}) > 1
+    compares_orders = len({config.core.order.name for config in configs}) > 1
     return measured_cell if compares_orders else timed_cell
 
 
@@ -223,7 +227,9 @@ def _baselines(
 ) -> tuple[ReplayConfig, ...]:
     """Return LRU without hints for each clairvoyant one, where there are hints."""
     return tuple(
-        replace(config, eviction=BASELINE, hints=HintRule(name="none"), lookahead=0)
+        replace(
+            config.evicting(BASELINE), hints=HintRule(name="none"), untimed_lookahead=0
+        )
         for config in configs
         if config.eviction == CLAIRVOYANT and is_hinted(trace, config)
     )
@@ -253,42 +259,17 @@ def _settings(
     config: ReplayConfig, *, has_clock: bool
 ) -> dict[str, str | int | float | None]:
     """Return what all configurations have in common."""
-    common: dict[str, str | int | float | None] = {
-        "block_size": config.block_size,
-        "objective": config.objective,
-        "hints": str(config.hints),
-    }
-    if not has_clock:
-        return {
-            **common,
-            "lookahead": config.lookahead or 0,
-            "clock": "none: one request after another",
-        }
-    load = config.load
-    return {
-        **common,
-        "lookahead": config.limits().lookahead,
-        "quotas": None if config.quotas is None else str(config.quotas),
+    found = replay_settings(config, config.block_size) | {
         "clock": "virtual",
-        "token_budget": config.token_budget,
-        "max_num_running": config.max_num_running,
-        "num_replicas": config.num_replicas,
-        "routing": config.routing,
-        "loop": load.loop,
-        "rate": load.rate,
-        "spread_s": load.spread_s,
-        "seed": load.seed,
         "slo_ttft_s": config.slo_ttft_s,
         "slo_tpot_s": config.slo_tpot_s,
-        "lane": config.order.lane,
-        "quantum": config.order.quantum,
-        "decode_weight": config.order.decode_weight,
-        "pauses_prefills": config.order.pauses_prefills,
-        "step_time_s": config.step_time_s,
-        "retained_floor_blocks": config.retained_floor_blocks,
-        "weights": listed_pairs(config.order.weights),
-        "slo_ttft_s_by_class": listed_pairs(config.order.slo_ttft_s),
-        "session_share": None if config.sessions is None else config.sessions.share,
+    }
+    if has_clock:
+        return {name: found[name] for name in found if name not in _VARIED}
+    return {
+        **{name: found[name] for name in ("block_size", "objective", "hints")},
+        "lookahead": config.untimed_lookahead,
+        "clock": "none: one request after another",
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stemkv.cli.conclusion import headline, paragraphs
-from stemkv.cli.deployment import Deployment, DeploymentOptions, deploy
+from stemkv.cli.deployment import Deployment, deploy
 from stemkv.cli.outputs import (
     PeoplesConsole,
     check_outputs,
@@ -19,6 +19,7 @@ from stemkv.cli.outputs import (
     print_section,
     write_text,
 )
+from stemkv.cli.trace_options import DeploymentOptions
 from stemkv.cli.value_tables import charts, tables
 from stemkv.measure.flood import FloodResult
 from stemkv.measure.results import GIB, to_json

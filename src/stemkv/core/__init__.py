@@ -7,6 +7,7 @@ else's: a driver with tensors and one with a cost model can share these decision
 from stemkv.core.books.cost import CostModel, FittedCost, RooflineCost
 from stemkv.core.books.entry import LedgerEntry, MissReason
 from stemkv.core.books.ledger import Ledger
+from stemkv.core.core import BooksConfig, Core, CoreConfig, Recorder
 from stemkv.core.prefix.cache import CacheUsage, Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import Hints
@@ -30,6 +31,10 @@ from stemkv.core.schedule.request import FinishReason, Request, RequestId, Reque
 from stemkv.core.schedule.scheduler import Scheduler
 
 __all__ = [
+    "BooksConfig",
+    "Core",
+    "CoreConfig",
+    "Recorder",
     "PUBLIC",
     "UNKNOWN",
     "BlockCopy",

@@ -52,6 +52,9 @@ def check_pool(pool: BlockPool) -> None:
             state is not BlockState.PUBLISHED or pool.ref_count(block_id) == 0,
             f"published block {block_id} has private references",
         )
+    counts = (pool.ref_count(block_id) for block_id in range(pool.num_total))
+    num_shares = sum(count - 1 for count in counts if count)
+    _equal("references beyond the first", pool.num_shares, num_shares)
     _equal("free blocks", pool.num_free, states[BlockState.FREE])
     _equal("private blocks", pool.num_private, states[BlockState.PRIVATE])
     _equal("published blocks", pool.num_published, states[BlockState.PUBLISHED])
@@ -273,8 +276,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     _equal("requests that coast", scheduler.num_coasting, len(coasting))
     _require(stepping == lives.running.stepping, "who steps is not who does not coast")
-    num_places = sum(request.num_places for request in running)
-    _equal("places taken", lives.running.num_places, num_places)
     limit = scheduler.config.max_num_running
     _require(len(running) <= limit, f"{len(running)} run, at most {limit} may")
     check_cache(scheduler.cache, leases)

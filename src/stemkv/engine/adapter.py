@@ -101,7 +101,7 @@ class AdapterWeights:
     pairs: Mapping[str, LoraPair]  # by name of the linear, sorted
 
 
-def read_adapter(path: Path) -> AdapterWeights:
+def read_adapter(path: Path | str) -> AdapterWeights:
     """Read an adapter's folder.
 
     Raises `BrokenAdapter` if files are missing, damaged or contradict each other, and

@@ -32,7 +32,7 @@ class Adapters:
         return self._sources[name]
 
     def read(
-        self, path: Path, *, scale: float, needs_stable_rows: bool
+        self, path: Path | str, *, scale: float, needs_stable_rows: bool
     ) -> tuple[bytes, Lora]:
         """Return the digest and the matrices of an adapter; nothing is kept yet."""
         scale = check_scale(scale)

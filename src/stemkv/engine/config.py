@@ -7,11 +7,11 @@ environment variables are somebody else's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from stemkv.core.core import CoreConfig
 from stemkv.core.prefix.sharing import SharingPolicy
-from stemkv.core.retention.policies import EvictionConfig
-from stemkv.core.schedule.orders import OrderConfig
+from stemkv.engine.load import LoadedModel
 from stemkv.engine.numerics import numerics_named
 from stemkv.engine.quotas import MemoryQuotas
 from stemkv.errors import ConfigError
@@ -21,24 +21,23 @@ __all__ = ["EngineConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine serves."""
+    """How an engine serves: a core, and what a core knows nothing of.
 
-    numerics: str = "exact"
+    Amounts of memory are bytes here; what they are in blocks `core_of` says, once the
+    model is known.
+    """
+
+    # Its blocks, quotas and retained floor follow from the next three.
+    core: CoreConfig = field(default_factory=CoreConfig)
     kv_memory_bytes: int = 1 << 30
-    block_size: int = 16  # tokens
-    token_budget: int = 512  # most tokens in one step
-    max_num_running: int = 64
+    quotas: MemoryQuotas | None = None  # None: nobody has a floor or a cap
+    retained_floor_bytes: int = 0  # of retained prefixes, that admission leaves
+    numerics: str = "exact"
     reuses_prefixes: bool = True
     sharing: SharingPolicy = field(default_factory=SharingPolicy)
-    eviction: EvictionConfig = field(default_factory=EvictionConfig)
-    quotas: MemoryQuotas | None = None  # None: nobody has a floor or a cap
-    order: OrderConfig = field(default_factory=OrderConfig)
-    # Predicted seconds of a step with prefills; needs costs. None: `token_budget` alone.
-    step_time_s: float | None = None
-    retained_floor_bytes: int = 0  # of retained prefixes, that admission leaves
-    # Waiting requests whose cached prefixes go late; 0: eviction looks at none.
-    lookahead: int = 32
-    max_kept_share: float = 0.5  # of the blocks, for `Engine.keep`
+    # Whether requests that name no tenant are all one tenant's, "default"; else each of
+    # them shares with nobody.
+    single_tenant: bool = False
     num_threads: int | None = None  # None: usable cores less one
     runs_self_test: bool = True
     recheck_share: float = 0.0  # share of hits that `Engine.recheck` computes again
@@ -46,29 +45,80 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         numerics_named(self.numerics)
-        for name in ("kv_memory_bytes", "block_size", "num_threads"):
+        _check_kind("core", self.core, CoreConfig)
+        _check_kind("sharing", self.sharing, SharingPolicy)
+        if self.quotas is not None:
+            _check_kind("quotas", self.quotas, MemoryQuotas)
+        for name, smallest in (
+            ("kv_memory_bytes", 1),
+            ("retained_floor_bytes", 0),
+            ("num_threads", 1),
+        ):
             value = getattr(self, name)
             if name == "num_threads" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or value < smallest
+            ):
                 raise ConfigError(
-                    f"{name} must be at least 1 and an integer, got {value!r:.80}"
+                    f"{name} must be at least {smallest} and an integer, got {value!r:.80}"
                 )
-        floor = self.retained_floor_bytes
-        if not isinstance(floor, int) or isinstance(floor, bool) or floor < 0:
+        for name, value in (
+            ("quotas", self.core.quotas),
+            ("retained_floor_bytes", self.core.scheduler.retained_floor_blocks or None),
+        ):
+            if value is not None:
+                raise ConfigError(f"an engine takes amounts in bytes; give it {name}")
+        if not isinstance(self.single_tenant, bool):
             raise ConfigError(
-                f"retained_floor_bytes must be an integer of at least 0, "
-                f"got {floor!r:.80}"
+                f"single_tenant must be True or False, got {self.single_tenant!r:.80}"
             )
-        _check_kind("order", self.order, OrderConfig)
-        _check_kind("sharing", self.sharing, SharingPolicy)
-        _check_kind("eviction", self.eviction, EvictionConfig)
-        if self.quotas is not None:
-            _check_kind("quotas", self.quotas, MemoryQuotas)
         share = self.recheck_share
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 1:
             raise ConfigError(f"recheck_share must be in [0, 1], got {share!r}")
+
+    def core_of(self, loaded: LoadedModel) -> CoreConfig:
+        """Return the settings of the core that serves a model.
+
+        Raises `ConfigError` for what its memory cannot hold or promise.
+        """
+        block_size = self.core.cache.block_size
+        bytes_per_block = loaded.kv_bytes_per_token * block_size
+        num_blocks = self.kv_memory_bytes // bytes_per_block
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_memory_bytes {self.kv_memory_bytes} holds no block; one "
+                f"block of {block_size} tokens takes {bytes_per_block} bytes"
+            )
+        quotas = None
+        if self.quotas is not None:
+            self.quotas.check(self.sharing)
+            quotas = self.quotas.in_blocks(bytes_per_block)
+            try:
+                quotas.check(num_blocks)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"quotas: {error} (that is kv_memory_bytes; a block takes "
+                    f"{bytes_per_block:,} bytes)"
+                ) from None
+        floor = self.retained_floor_bytes // bytes_per_block
+        if floor >= num_blocks:
+            raise ConfigError(
+                f"retained_floor_bytes {self.retained_floor_bytes} leaves nothing of "
+                f"kv_memory_bytes {self.kv_memory_bytes} to admit requests into; "
+                f"lower it"
+            )
+        scheduler = self.core.scheduler
+        most = scheduler.max_request_tokens or loaded.context_length
+        limits = replace(
+            scheduler,
+            retained_floor_blocks=floor,
+            max_request_tokens=min(most, loaded.context_length),
+        )
+        return replace(self.core.sized(num_blocks), scheduler=limits, quotas=quotas)
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:

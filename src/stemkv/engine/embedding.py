@@ -23,7 +23,7 @@ class EmbeddedPrompt:
     """Token ids with spans, and the vectors the spans stand for.
 
     `parts` are joined in order: token ids as they are, tensors `[positions,
-    hidden_size]` as spans. Tensors are copied and cast to `dtype`. Raises
+    embedding_size]` as spans. Tensors are copied and cast to `dtype`. Raises
     `RequestError` for another shape, a value that is not finite, or a span too short
     to be told from others.
     """
@@ -32,10 +32,10 @@ class EmbeddedPrompt:
         self,
         parts: Sequence[TokenIds | torch.Tensor],
         *,
-        hidden_size: int,
+        embedding_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self.hidden_size = hidden_size
+        self.embedding_size = embedding_size
         self.dtype = dtype
         joined: list[TokenIds | Span] = []
         vectors = []
@@ -43,7 +43,7 @@ class EmbeddedPrompt:
         end = 0
         for index, part in enumerate(parts):
             if isinstance(part, torch.Tensor):
-                own = _checked(part, index, hidden_size, dtype)
+                own = _checked(part, index, embedding_size, dtype)
                 joined.append(
                     Span(digest=tensor_digest("span", own), num_tokens=len(own))
                 )
@@ -72,11 +72,15 @@ class EmbeddedPrompt:
 
 
 def _checked(
-    part: torch.Tensor, index: int, hidden_size: int, dtype: torch.dtype
+    part: torch.Tensor, index: int, embedding_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    if part.dim() != 2 or part.shape[1] != hidden_size or not part.is_floating_point():
+    if (
+        part.dim() != 2
+        or part.shape[1] != embedding_size
+        or not part.is_floating_point()
+    ):
         raise RequestError(
-            f"part {index} must be embeddings of shape [positions, {hidden_size}], got "
+            f"part {index} must be embeddings of shape [positions, {embedding_size}], got "
             f"{list(part.shape)} of {part.dtype}",
             field="prompt",
         )

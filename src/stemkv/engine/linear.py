@@ -288,9 +288,29 @@ def replace_linears(model: nn.Module) -> LinearFacts:
             name
             for name, module in model.named_modules()
             if not isinstance(module, nn.Embedding)
-            and any(p.dim() > 1 for p in module.parameters(recurse=False))
+            and any(
+                p.dim() > 1 and not _is_scale(module, p)
+                for p in module.parameters(recurse=False)
+            )
         ),
     )
+
+
+def _is_scale(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a module uses a parameter value by value, as norms of heads do.
+
+    Tried with an input of the parameter's shape: a product with a matrix of unequal
+    sides would give another shape, or none. Equal sides tell nothing, and count as a
+    matrix.
+    """
+    if parameter.dim() != 2 or parameter.shape[0] == parameter.shape[1]:
+        return False
+    probe = torch.ones(2, 3, *parameter.shape, dtype=parameter.dtype)
+    try:
+        output = module(probe)
+    except Exception:  # whatever else it wants, it is no norm
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == probe.shape
 
 
 def _can_join(linears: list[nn.Module | None]) -> bool:

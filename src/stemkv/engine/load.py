@@ -1,8 +1,8 @@
 """Models from local files: transformers folders and GGUF files.
 
-Owns finding, converting, caching and loading a model, and refusing the ones the engine
-would compute wrongly. Nothing is ever downloaded. How content is digested, and when a
-recorded digest may be believed, is `digest`'s.
+Owns finding, converting, caching and loading a model. Nothing is ever downloaded. Which
+models are refused is `loaded`'s matter; how content is digested, and when a recorded
+digest may be believed, is `digest`'s.
 
 A GGUF file is dequantised once and kept as safetensors under the cache directory, named
 by the file's SHA-256, the dtype and the library version, so the second start takes
@@ -43,21 +43,31 @@ from stemkv.engine.digest import (
     DigestRecord,
     Digests,
     FilesSeen,
-    combine,
     conditions,
-    digest_chat_template,
-    digest_tensors,
-    digest_tokenizer,
     see_file,
     see_folder,
 )
-from stemkv.engine.linear import StableLinear
-from stemkv.errors import BrokenModel, ConfigError, ModelNotFound, UnsupportedModel
+from stemkv.engine.loaded import (
+    LoadedModel,
+    check_supported,
+    describe,
+    digest_model,
+    digest_weights,
+    wrap_model,
+)
+from stemkv.errors import (
+    BrokenModel,
+    ConfigError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 
 __all__ = [
     "LoadedModel",
+    "as_path",
     "default_cache_dir",
     "default_dtype",
+    "digest_weights",
     "dtype_named",
     "embedded_model",
     "load_model",
@@ -65,46 +75,6 @@ __all__ = [
 ]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model ready to serve and the facts about it that others need."""
-
-    name: str  # for people
-    model: nn.Module
-    tokenizer: Any  # a transformers tokenizer; None: token ids only
-    config: Any  # the transformers config
-    dtype: torch.dtype
-    # Name in the model's state → leaf; an engine that replaces tensors in place writes
-    # their new digests here, so that the model is never taken for what it was.
-    tensor_digests: dict[str, bytes]
-    tied_tensors: tuple[tuple[str, ...], ...]  # names that stand for one tensor
-    buffers_digest: bytes  # of what is computed at load and not saved, as loaded
-    tokenizer_digest: bytes | None  # None: no tokenizer, or nothing known of it
-    chat_template_digest: bytes | None  # None: no template
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_length: int  # tokens
-    eos_token_ids: frozenset[int]
-
-    def __post_init__(self) -> None:
-        # Each model its own: a copy that is updated must not rename the original.
-        object.__setattr__(self, "tensor_digests", dict(self.tensor_digests))
-
-    @property
-    def weights_digest(self) -> bytes:
-        """SHA-256 over the digests of all tensors, see `digest.combine`."""
-        return combine(self.tensor_digests)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV that a token takes, over all layers."""
-        per_layer = 2 * self.num_kv_heads * self.head_dim
-        return self.num_layers * per_layer * self.dtype.itemsize
 
 
 def default_dtype() -> torch.dtype:
@@ -145,11 +115,18 @@ def embedded_model() -> Path:
     )
 
 
+def as_path(field: str, value: Path | str) -> Path:
+    """Return a path that may be given as text; raises `ConfigError` for others."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{field} must be a path or its text, got {value!r:.80}")
+    return Path(value)
+
+
 def load_model(
-    path: Path | None = None,
+    path: Path | str | None = None,
     *,
     dtype: torch.dtype | None = None,
-    cache_dir: Path | None = None,
+    cache_dir: Path | str | None = None,
     progress: Callable[[str], None] = lambda stage: None,
     trusts_digest_record: bool = True,
 ) -> LoadedModel:
@@ -159,11 +136,18 @@ def load_model(
     not hashed again, unless `trusts_digest_record` is false. Raises `ModelNotFound`,
     `BrokenModel` or `UnsupportedModel`, each naming the path.
     """
-    source = embedded_model() if path is None else path
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"dtype must be a torch.dtype, got {dtype!r:.80}; `dtype_named` makes one of "
+            f"a name"
+        )
+    source = embedded_model() if path is None else as_path("path", path)
     if not source.exists():
         raise ModelNotFound(f"model {source} does not exist; give a folder or a .gguf")
     dtype = default_dtype() if dtype is None else dtype
-    cache = default_cache_dir() if cache_dir is None else cache_dir
+    cache = (
+        default_cache_dir() if cache_dir is None else as_path("cache_dir", cache_dir)
+    )
     options = _Options(
         dtype=dtype,
         cache_dir=cache,
@@ -237,19 +221,19 @@ def _load_folder(
         # Files that changed while they were read may have given anything: what was
         # loaded is hashed, and nothing is remembered of it.
         if before is None or not before.is_same(after):
-            return _digest(model, tokenizer, options.progress)
+            return digest_model(model, tokenizer, options.progress)
         record = DigestRecord(_record_places(folder, options.cache_dir))
         key = conditions(options.dtype)
         if options.trusts_digest_record:
             known = Digests.from_json(record.find(before, key))
             if known is not None and known.tensors.keys() == model.state_dict().keys():
                 return known
-        digests = _digest(model, tokenizer, options.progress)
+        digests = digest_model(model, tokenizer, options.progress)
         if before.is_settled:
             record.keep(before, key, digests.to_json())
         return digests
 
-    return _describe(
+    return describe(
         model, name=name, label=str(source), tokenizer=tokenizer, digest=digest
     )
 
@@ -272,160 +256,6 @@ def _record_places(path: Path, cache_dir: Path) -> list[Path]:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
     in_cache = cache_dir / "digests" / f"{name}.json"
     return [path / RECORD_NAME, in_cache] if path.is_dir() else [in_cache]
-
-
-def wrap_model(model: nn.Module, *, name: str, tokenizer: Any = None) -> LoadedModel:
-    """Describe a transformers model that is in memory already.
-
-    It must have been made with `attn_implementation=ATTENTION_NAME`, or be switchable
-    to it. Raises `UnsupportedModel`.
-    """
-    return _describe(
-        model,
-        name=name,
-        label=name,
-        tokenizer=tokenizer,
-        # Nothing on disk says what is in memory by now: always hashed.
-        digest=lambda: _digest(model, tokenizer),
-    )
-
-
-def _describe(
-    model: nn.Module,
-    *,
-    name: str,
-    label: str,
-    tokenizer: Any,
-    digest: Callable[[], Digests],
-) -> LoadedModel:
-    """Do what `wrap_model` says; `label` names the model in errors."""
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    model.eval()
-    config: Any = model.config
-    check_supported(config, label)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"model {label} ({type(model).__name__}) does not use transformers' "
-            f"attention interface, so its KV cannot be paged"
-        )
-    if config._attn_implementation != ATTENTION_NAME:
-        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-    for module_name, module in model.named_modules():
-        if getattr(module, "is_causal", True) is False:
-            raise UnsupportedModel(
-                f"model {label} has non-causal attention in {module_name}; only causal "
-                f"decoders are supported"
-            )
-    text = config.get_text_config()
-    num_query_heads = int(text.num_attention_heads)
-    parameter = next(model.parameters())
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    digests = digest()
-    return LoadedModel(
-        name=name,
-        model=model,
-        tokenizer=tokenizer,
-        config=text,
-        dtype=parameter.dtype,
-        tensor_digests=dict(digests.tensors),
-        tied_tensors=_tied_tensors(model),
-        buffers_digest=_digest_buffers(model),
-        tokenizer_digest=digests.tokenizer,
-        chat_template_digest=digests.chat_template,
-        num_layers=int(text.num_hidden_layers),
-        num_query_heads=num_query_heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_query_heads),
-        head_dim=int(
-            getattr(text, "head_dim", None) or text.hidden_size // num_query_heads
-        ),
-        vocab_size=int(embedding.num_embeddings),
-        context_length=int(text.max_position_embeddings),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-    )
-
-
-def check_supported(config: Any, name: str) -> None:
-    """Raise `UnsupportedModel` for anything but plain causal full attention."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"model {name} is an encoder-decoder; give a decoder")
-    text = config.get_text_config()
-    layer_types = getattr(text, "layer_types", None)
-    if layer_types is not None:
-        other = sorted(set(layer_types) - {"full_attention"})
-        if other:
-            raise UnsupportedModel(
-                f"model {name} has layers of type {', '.join(other)}; only "
-                f"full_attention is supported yet"
-            )
-    elif getattr(text, "sliding_window", None) is not None and getattr(
-        text, "use_sliding_window", True
-    ):
-        raise UnsupportedModel(
-            f"model {name} has a sliding window of {text.sliding_window} tokens, "
-            f"which is not supported yet; use a model with full attention"
-        )
-    scaling = getattr(text, "rope_parameters", None) or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("dynamic", "longrope"):
-        raise UnsupportedModel(
-            f"model {name} scales its positions by the longest sequence of a step "
-            f"({kind}), so a prompt's KV would depend on its batch mates"
-        )
-
-
-def digest_weights(model: nn.Module) -> bytes:
-    """Return the digest of every tensor's name, dtype, shape and bytes.
-
-    Raises `UnsupportedModel` for a model whose linears an engine has replaced already:
-    their weights are no longer in its state.
-    """
-    return combine(digest_tensors(_state_of(model)))
-
-
-def _digest(
-    model: nn.Module,
-    tokenizer: Any,
-    progress: Callable[[str], None] = lambda stage: None,
-) -> Digests:
-    state = _state_of(model)
-    progress("hashing weights")
-    return Digests(
-        tensors=digest_tensors(state),
-        tokenizer=digest_tokenizer(tokenizer),
-        chat_template=digest_chat_template(tokenizer),
-    )
-
-
-def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    if any(isinstance(module, StableLinear) for module in model.modules()):
-        raise UnsupportedModel(
-            "this model was given to an engine before; pass its LoadedModel instead of "
-            "describing it again"
-        )
-    return model.state_dict()
-
-
-def _digest_buffers(model: nn.Module) -> bytes:
-    """Return SHA-256 over the buffers that are computed at load and not saved.
-
-    Rotary frequencies, for one: no weights, but KV follows from them.
-    """
-    saved = model.state_dict().keys()
-    buffers = {n: b for n, b in model.named_buffers() if n not in saved}
-    return combine(digest_tensors(buffers))
-
-
-def _tied_tensors(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names that stand for one and the same memory, where there are several.
-
-    Linears that an engine has replaced are not among them any more.
-    """
-    names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.numel():
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            names.setdefault(key, []).append(name)
-    return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
 
 def _converted(gguf: Path, options: _Options) -> Path:
@@ -523,18 +353,6 @@ def _check_complete(report: dict[str, Any]) -> None:
     for what, keys in wrong.items():
         if keys:
             raise ValueError(f"{len(keys)} tensors are {what}, first {keys[0]}")
-
-
-def _eos_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    ids: set[int] = set()
-    generation: Any = getattr(model, "generation_config", None)
-    for owner in (generation, model.config, tokenizer):
-        value: Any = getattr(owner, "eos_token_id", None)
-        if isinstance(value, int):
-            ids.add(value)
-        elif value is not None:
-            ids.update(int(token) for token in value)
-    return frozenset(ids)
 
 
 @contextlib.contextmanager

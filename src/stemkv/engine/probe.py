@@ -22,8 +22,16 @@ __all__ = ["Probe", "ProbeSequence"]
 class ProbeSequence:
     """Tokens with a block table, computed up to `num_computed`."""
 
-    def __init__(self, name: str, tokens: TokenIds, table: BlockTable) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokens: TokenIds,
+        table: BlockTable,
+        *,
+        start_position: int = 0,
+    ) -> None:
         self.name = RequestId(name)
+        self.start_position = start_position
         self.tokens = tokens
         self.table = table
         self.num_computed = 0
@@ -81,4 +89,5 @@ class Probe:
             tokens=sequence.tokens.buffer[4 * start : 4 * end],
             block_ids=sequence.table.snapshot(),
             num_samples=1,
+            start_position=sequence.start_position,
         )

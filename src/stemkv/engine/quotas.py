@@ -11,50 +11,11 @@ from dataclasses import dataclass, field
 
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.sharing import Sharing, SharingPolicy
+from stemkv.core.retention.memory import MemoryQuota, check_bytes
 from stemkv.core.retention.quota import Quota, QuotaConfig
 from stemkv.errors import ConfigError
 
 __all__ = ["MemoryQuota", "MemoryQuotas"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryQuota:
-    """What one tenant or group may retain."""
-
-    floor_bytes: int = 0  # never lost to another
-    cap_bytes: int | None = None  # never retains more; None: no cap
-    # What it has beyond its floor is compared with others' over their weights: the one
-    # with most gives first.
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_bytes("floor_bytes", self.floor_bytes)
-        if self.cap_bytes is not None:
-            _check_bytes("cap_bytes", self.cap_bytes)
-            if self.cap_bytes < self.floor_bytes:
-                raise ConfigError(
-                    f"cap_bytes must not be below floor_bytes, got "
-                    f"{self.cap_bytes:,} and {self.floor_bytes:,}"
-                )
-        Quota(weight=self.weight)  # says what is wrong with it
-
-    def in_blocks(self, bytes_per_block: int, *, whose: str) -> Quota:
-        """Return the quota in whole blocks, rounded down, as the memory itself is.
-
-        Raises `ConfigError` for a floor that holds no block: it would promise nothing.
-        """
-        floor_blocks = self.floor_bytes // bytes_per_block
-        if self.floor_bytes and not floor_blocks:
-            raise ConfigError(
-                f"quotas: floor_bytes {self.floor_bytes:,} of {whose} holds no block; "
-                f"one block takes {bytes_per_block:,} bytes"
-            )
-        cap = self.cap_bytes
-        return Quota(
-            floor_blocks=floor_blocks,
-            cap_blocks=None if cap is None else cap // bytes_per_block,
-            weight=self.weight,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +34,7 @@ class MemoryQuotas:
     public_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_bytes("public_bytes", self.public_bytes)
+        check_bytes("public_bytes", self.public_bytes)
         # Frozen: the only way to set a field.
         object.__setattr__(self, "tenants", _checked("tenants", self.tenants))
         object.__setattr__(self, "groups", _checked("groups", self.groups))
@@ -111,18 +72,27 @@ class MemoryQuotas:
         """Return the core's quotas; raises `ConfigError` for a floor without a block."""
         quotas: dict[Domain, Quota] = {}
         for name, quota in self.tenants.items():
-            quotas[Domain.private(name)] = quota.in_blocks(
-                bytes_per_block, whose=f"tenant {name!r:.80}"
-            )
+            whose = f"tenant {name!r:.80}"
+            quotas[Domain.private(name)] = _in_blocks(quota, bytes_per_block, whose)
         for name, quota in self.groups.items():
-            quotas[Domain.group(name)] = quota.in_blocks(
-                bytes_per_block, whose=f"group {name!r:.80}"
-            )
+            whose = f"group {name!r:.80}"
+            quotas[Domain.group(name)] = _in_blocks(quota, bytes_per_block, whose)
         return QuotaConfig(
             quotas=quotas,
-            default=self.default.in_blocks(bytes_per_block, whose="default"),
+            default=self.default.in_blocks(bytes_per_block),
             public_blocks=self.public_bytes // bytes_per_block,
         )
+
+
+def _in_blocks(quota: MemoryQuota, bytes_per_block: int, whose: str) -> Quota:
+    """Return a quota; a floor that holds no block would promise nothing."""
+    found = quota.in_blocks(bytes_per_block)
+    if quota.floor_bytes and not found.floor_blocks:
+        raise ConfigError(
+            f"quotas: floor_bytes {quota.floor_bytes:,} of {whose} holds no block; "
+            f"one block takes {bytes_per_block:,} bytes"
+        )
+    return found
 
 
 def _checked(where: str, quotas: object) -> dict[str, MemoryQuota]:
@@ -138,10 +108,3 @@ def _checked(where: str, quotas: object) -> dict[str, MemoryQuota]:
 def _check_quota(where: str, quota: object) -> None:
     if not isinstance(quota, MemoryQuota):
         raise ConfigError(f"{where} must be a MemoryQuota, got {type(quota).__name__}")
-
-
-def _check_bytes(field_name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(
-            f"{field_name} must be a number of bytes of at least 0, got {value!r:.80}"
-        )

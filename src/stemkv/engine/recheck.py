@@ -85,7 +85,7 @@ class Rechecks:
         token_budget: int,
     ) -> None:
         self.runner = runner
-        self._share = share
+        self.share = share
         self._rng = rng
         self._token_budget = token_budget
         self._jobs: deque[_Job] = deque()
@@ -113,7 +113,7 @@ class Rechecks:
         embedded: EmbeddedPrompt | None,
     ) -> None:
         """Draw whether to compare what `chunk` builds on: all before its start."""
-        if self._rng.random() >= self._share:
+        if self._rng.random() >= self.share:
             return
         self._counts["drawn"] += 1
         if len(self._jobs) >= _MAX_WAITING:

@@ -14,7 +14,7 @@ import torch
 
 from stemkv.errors import InvalidLimit
 
-__all__ = ["SamplingParams", "choose_token", "make_generator"]
+__all__ = ["SamplingParams", "choose_token", "log_probabilities", "make_generator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,18 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()  # texts that end the output, not part of it
     ignore_eos: bool = False
-    allows_stop_in_prompt: bool = False  # else a stop string in the prompt is refused
+    allows_stop_in_prompt: bool = False  # else one near the prompt's end is refused
+    # How many of the likeliest tokens are told with each one; 0: only its own
+    # log-probability; None: none at all. They come with `Engine.on_delta`.
+    num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("max_new_tokens", "num_samples"):
             _integer_at_least(field, getattr(self, field), 1)
         if self.top_k is not None:
             _integer_at_least("top_k", self.top_k, 1)
+        if self.num_logprobs is not None:
+            _integer_at_least("num_logprobs", self.num_logprobs, 0)
         if not _is_finite(self.temperature) or self.temperature < 0:
             raise InvalidLimit(
                 f"temperature must be 0 (greedy) or more, got {self.temperature!r}",
@@ -91,6 +96,22 @@ def choose_token(
         probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return int(order[drawn])
+
+
+def log_probabilities(
+    logits: torch.Tensor, token: int, num_top: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return the log-probability of a token, and the `num_top` likeliest with theirs.
+
+    Natural logarithms of the model's own distribution: temperature, top-k and top-p do
+    not show. Equal ones go by token id.
+    """
+    scores = logits.float().log_softmax(dim=0)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        order = scores.argsort(descending=True, stable=True)[:num_top].tolist()
+        top = tuple((each, float(scores[each])) for each in order)
+    return float(scores[token]), top
 
 
 def _is_finite(value: object) -> bool:

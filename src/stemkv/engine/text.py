@@ -8,9 +8,30 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["OutputText"]
+from stemkv.core.prefix.tokens import TokenIds
+
+__all__ = ["OutputText", "stop_near_end"]
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for half a character
+
+# A stop string near the end of a prompt is most likely one that its caller has
+# forgotten there: a separator of the template, say, comes back with every turn.
+_NUM_SEARCHED = 256  # tokens
+_MAX_CHAR_BYTES = 4
+
+
+def stop_near_end(
+    tokenizer: Any, prompt: TokenIds, stop: tuple[str, ...]
+) -> str | None:
+    """Return a stop string that occurs in the text of a prompt's last tokens.
+
+    Looks at 256 tokens, or as many as the longest stop string can have: one for each of
+    its bytes. So it takes as long for a long prompt as for a short one.
+    """
+    num_searched = max(_NUM_SEARCHED, *(_MAX_CHAR_BYTES * len(each) for each in stop))
+    last = [prompt[i] for i in range(max(0, len(prompt) - num_searched), len(prompt))]
+    text = tokenizer.decode([token for token in last if token >= 0])
+    return next((each for each in stop if each in text), None)
 
 
 class OutputText:
@@ -22,7 +43,26 @@ class OutputText:
         self._tokens: list[int] = []
         self._window = 0  # first token of the window
         self._shown = 0  # tokens whose text is in `text`
+        self._longest = max((len(each) for each in stop), default=0)
         self.text = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far."""
+        return len(self._tokens)
+
+    @property
+    def num_final(self) -> int:
+        """Leading characters that no later token can take away.
+
+        What may be the beginning of a stop string is not among them.
+        """
+        end = len(self.text)
+        for start in range(max(0, end - self._longest + 1), end):
+            tail = self.text[start:]
+            if any(each.startswith(tail) for each in self._stop):
+                return start
+        return end
 
     def append(self, token: int) -> bool:
         """Take a token; return whether a stop string ends the text.

@@ -275,6 +275,8 @@ class RequestResult:
     # prefill tokens that its tenant ran until its first token.
     own_backlog_tokens: int | None = None
     own_run_tokens: int | None = None
+    # What of the former was cached, or computed, when it came and was evicted since.
+    own_lost_tokens: int | None = None
     backlog_tokens: int | None = None  # the same of all tenants
     run_tokens: int | None = None
 
@@ -284,6 +286,14 @@ class RequestResult:
         if self.own_run_tokens is None or self.own_backlog_tokens is None:
             return None
         return self.own_run_tokens / max(1, self.own_backlog_tokens)
+
+    @property
+    def wait_ratio_with_lost(self) -> float | None:
+        """The same, with what was evicted of the work ahead counted as ahead."""
+        if self.own_run_tokens is None or self.own_backlog_tokens is None:
+            return None
+        ahead = self.own_backlog_tokens + (self.own_lost_tokens or 0)
+        return self.own_run_tokens / max(1, ahead)
 
     @property
     def wait_ratio_of_all(self) -> float | None:
@@ -355,6 +365,7 @@ class TraceFacts:
     num_opaque: int = 0  # requests of which only the length of the prompt is known
     problems: tuple[str, ...] = ()  # the first few, as text
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # why nothing could be reused, whatever was asked
 
     @property
     def is_opaque(self) -> bool:
@@ -385,6 +396,8 @@ class ReplayResult:
     num_refused_blocks: int  # not retained after their last use, as somebody had said
     num_published_blocks: int
     peak_active_blocks: int
+    # Slots of them that were in use: of the replica, and after the step, with most.
+    peak_active_tokens: int = 0
     regret_tokens: int
     regret_delay_s: LatencySummary | None  # eviction to the next request for it
     num_preemptions: int

@@ -12,7 +12,7 @@ from stemkv.report import latency, reuse
 from stemkv.report.capacity import capacity_charts, hit_rate_at
 from stemkv.report.chart import Mark
 from stemkv.report.hindsight import hindsight_note
-from stemkv.report.opaque import opaque_headline, opaque_note
+from stemkv.report.opaque import opaque_headline, opaque_note, warned
 from stemkv.report.page import Cell, Chart, Fact, Page, Section
 from stemkv.report.wording import (
     count,
@@ -137,7 +137,7 @@ def _isolation_cost(result: ReplayResult) -> float | None:
 
 
 def _paragraphs(result: ReplayResult) -> list[str]:
-    paragraphs = []
+    paragraphs = warned(result.trace)
     totals = result.tokens
     lost = {
         reason: totals.misses.get(reason.value, 0)
@@ -288,6 +288,7 @@ def _trace(result: ReplayResult) -> Section:
         ("tokens per block", result.block_size),
         ("bytes per block", result.block_bytes),
         ("most active blocks", result.peak_active_blocks),
+        ("tokens in them", result.peak_active_tokens),
         ("published blocks", result.num_published_blocks),
         ("evicted blocks", result.num_evicted_blocks),
         ("blocks not retained after their last use", result.num_refused_blocks),

@@ -21,7 +21,7 @@ from stemkv.report.chart import (
     value_or_gap,
 )
 from stemkv.report.hindsight import hindsight_note
-from stemkv.report.opaque import opaque_headline, opaque_note
+from stemkv.report.opaque import opaque_headline, opaque_note, warned
 from stemkv.report.orders import order_charts, order_headline, order_tables
 from stemkv.report.page import Cell, Chart, Page, Section
 from stemkv.report.policies import (
@@ -53,7 +53,7 @@ def sweep_page(result: SweepResult) -> Page:
     cells = sorted(result.cells, key=lambda cell: (cell.num_blocks, *_choice(cell)))
     counted = "exact" if result.trace.is_exact else "estimated"
     sections: list[Section | Chart] = []
-    paragraphs = opaque_note(result.trace)
+    paragraphs = [*warned(result.trace), *opaque_note(result.trace)]
     if is_conclusive(result):
         paragraphs = [
             *policy_sentences(result),

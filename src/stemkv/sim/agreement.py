@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stemkv.core.books.cost import CostModel, StepShape
-from stemkv.core.prefix.cache import PrefixCache
-from stemkv.core.retention.retention import Retention
+from stemkv.core.core import Core, Recorder
 from stemkv.core.schedule.events import (
     Event,
     RequestAborted,
@@ -23,8 +22,7 @@ from stemkv.core.schedule.events import (
 )
 from stemkv.core.schedule.plan import Sample, StepPlan, StepResult
 from stemkv.core.schedule.request import FinishReason, RequestId, child_id
-from stemkv.core.schedule.scheduler import Scheduler
-from stemkv.errors import ConfigError, InvariantError, StemKVError, StepLogError
+from stemkv.errors import ConfigError, StemKVError, StepLogError
 from stemkv.measure.steplog import (
     Abandoned,
     Added,
@@ -34,17 +32,14 @@ from stemkv.measure.steplog import (
     CoreState,
     CutOff,
     Declared,
-    Fenced,
-    FenceLifted,
     Kept,
-    NamespaceReset,
-    NamespaceRetired,
     Planned,
     PlanRecord,
     Restarted,
     SessionEnded,
     StepLog,
     StepLogHeader,
+    tell,
 )
 from stemkv.measure.timeline import percentile
 
@@ -100,25 +95,20 @@ class Prediction:
         return percentile(self.predicted_s.values(), percent) / measured - 1
 
 
-def make_core(header: StepLogHeader) -> Scheduler:
+def make_core(header: StepLogHeader, recorder: Recorder | None = None) -> Core:
     """Return a core like the recorded one, empty. Raises `StepLogError`."""
-    costs = header.costs
     try:
-        cache = PrefixCache(
-            header.cache,
-            Retention.of(
-                header.eviction.make(header.cache, costs), header.cache, header.quotas
-            ),
-        )
-        order = header.order.make(costs)
-        return Scheduler(header.scheduler, cache, order, costs=costs)
+        return Core(replace(header.core, books=None), header.costs, recorder=recorder)
     except ConfigError as error:
         raise StepLogError(f"header: {error}") from None
 
 
-def repeat(log: StepLog) -> Agreement:
-    """Make every call of a log again on a fresh core and compare what it decides."""
-    repetition = _Repetition(make_core(log.header))
+def repeat(log: StepLog, *, recorder: Recorder | None = None) -> Agreement:
+    """Make every call of a log again on a fresh core and compare what it decides.
+
+    A `recorder` hears of it as of a run.
+    """
+    repetition = _Repetition(make_core(log.header, recorder))
     num_equal = 0
     difference = None
     for index, call in enumerate(log.calls):
@@ -163,9 +153,10 @@ def predict(log: StepLog, cost: CostModel) -> Prediction:
 class _Repetition:
     """A core that is told what the recorded one was told."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, core: Core) -> None:
         self.hit_tokens: dict[str, int] = {}
-        self._scheduler = scheduler
+        self._core = core
+        self._scheduler = core.scheduler
         self._recorded_hits: dict[str, int] = {}  # of requests in flight
 
     def make(self, index: int, call: Call) -> Difference | None:
@@ -175,16 +166,16 @@ class _Repetition:
         match call:
             case Planned():
                 self._note_hits(call.plan)
-                plan = self._scheduler.schedule(call.plan.now)
+                plan = self._core.schedule(call.plan.now)
                 repeated = PlanRecord.of(plan, self._scheduler)
                 compared.append(("plan", call.plan, repeated))
             case Committed():
                 result = StepResult(call.samples, call.failed)
-                events = self._scheduler.commit(self._pending(), result, call.now)
+                events = self._core.commit(self._pending(), result, call.now)
                 state = CoreState.of(self._scheduler)
                 compared.append(("state", call.state, state))
             case Abandoned():
-                events = self._scheduler.abandon(self._pending(), call.now)
+                events = self._core.abandon(self._pending(), call.now)
                 state = CoreState.of(self._scheduler)
                 compared.append(("state", call.state, state))
             case _:
@@ -208,39 +199,12 @@ class _Repetition:
         return None
 
     def _tell(self, call: Call) -> None:
-        scheduler = self._scheduler
-        match call:
-            case Declared():
-                scheduler.cache.declare_public(call.namespace, call.prefix)
-            case Added():
-                scheduler.add(call.spec)
-            case Cancelled():
-                scheduler.cancel(call.request_id, call.now, reason=call.reason)
-            case Restarted():
-                self._check_in_flight(call.request_id)
-                self._recorded_hits.pop(call.request_id, None)
-                scheduler.restart(
-                    call.request_id,
-                    call.namespace,
-                    call.adapter,
-                    call.now,
-                    domain=call.domain,
-                )
-            case CutOff():
-                self._check_in_flight(call.request_id)
-                scheduler.cut_off(call.request_id)
-            case Fenced():
-                scheduler.fence()
-            case FenceLifted():
-                scheduler.lift_fence(call.epoch)
-            case NamespaceRetired():
-                scheduler.retire(call.namespace, call.now)
-            case NamespaceReset():
-                scheduler.cache.retire(call.namespace, call.now)
-            case SessionEnded() | Kept():
-                _tell_cache(scheduler.cache, call, call.now)
-            case _:
-                raise InvariantError(f"a call that nobody repeats: {type(call)}")
+        if isinstance(call, Restarted | CutOff):
+            if self._scheduler.request(call.request_id) is None:
+                raise StepLogError(f"request {call.request_id!r:.60} is not in flight")
+        if isinstance(call, Restarted):
+            self._recorded_hits.pop(call.request_id, None)
+        tell(self._core, call)
 
     def _note_hits(self, plan: PlanRecord) -> None:
         for chunk in plan.chunks:
@@ -252,17 +216,6 @@ class _Repetition:
             raise StepLogError("a step ends that was not scheduled")
         return plan
 
-    def _check_in_flight(self, request_id: RequestId) -> None:
-        if self._scheduler.request(request_id) is None:
-            raise StepLogError(f"request {request_id!r:.60} is not in flight")
-
-
-def _tell_cache(cache: PrefixCache, call: SessionEnded | Kept, now: float) -> None:
-    if isinstance(call, SessionEnded):
-        cache.end_session(call.domain, call.session, now)
-        return
-    cache.keep(call.namespace, call.domain, call.prefix, until=call.until, now=now)
-
 
 class _Run:
     """The recorded arrivals on a virtual clock."""
@@ -270,7 +223,8 @@ class _Run:
     def __init__(self, log: StepLog, cost: CostModel) -> None:
         self.ttfts: dict[str, float] = {}
         self._cost = cost
-        self._scheduler = make_core(log.header)
+        self._core = make_core(log.header)
+        self._scheduler = self._core.scheduler
         self._script = _script(log)
         self._arrival_s = {spec.request_id: spec.arrival_s for spec in log.specs}
         if len(self._arrival_s) != len(log.specs):
@@ -278,7 +232,7 @@ class _Run:
         self._due = deque(sorted(_timed(log), key=_time_of))
         for call in log.calls:
             if isinstance(call, Declared):
-                self._scheduler.cache.declare_public(call.namespace, call.prefix)
+                tell(self._core, call)
         self._now = _time_of(self._due[0]) if self._due else 0.0
 
     @property
@@ -291,20 +245,14 @@ class _Run:
             self._now = max(self._now, _time_of(self._due[0]))
         while self._due and _time_of(self._due[0]) <= self._now:
             call = self._due.popleft()
-            match call:
-                case Added():
-                    self._scheduler.add(call.spec)
-                case Cancelled():
-                    self._scheduler.cancel(
-                        call.request_id, self._now, reason=call.reason
-                    )
-                case SessionEnded() | Kept():
-                    _tell_cache(self._scheduler.cache, call, self._now)
+            if not isinstance(call, Added):
+                call = replace(call, now=self._now)
+            tell(self._core, call)
         if not self._scheduler.has_work:
             return
-        plan = self._scheduler.schedule(self._now)
+        plan = self._core.schedule(self._now)
         self._now += self._cost.step_seconds(self._shape(plan))
-        for event in self._scheduler.commit(plan, self._result(plan), self._now):
+        for event in self._core.commit(plan, self._result(plan), self._now):
             if isinstance(event, TokenSampled) and event.index == 0:
                 arrival_s = self._arrival_s.get(event.request_id)  # none for samples
                 if arrival_s is not None:

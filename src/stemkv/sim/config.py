@@ -9,51 +9,45 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from stemkv.core.prefix.config import CacheConfig
-from stemkv.core.retention.policies import EvictionConfig
-from stemkv.core.schedule.config import SchedulerConfig
-from stemkv.core.schedule.orders import OrderConfig
-from stemkv.core.schedule.sessions import SessionConfig
+from stemkv.core.core import CoreConfig
+from stemkv.core.retention.policies import EVICTIONS as ONLINE_EVICTIONS
 from stemkv.errors import ConfigError
 from stemkv.sim.arrivals import LoadConfig
 from stemkv.sim.hinting import HintRule
-from stemkv.sim.policies import check_eviction, check_online
+from stemkv.sim.presets import LARGE
 from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.sharing import SharingRule
 
-__all__ = ["ROUTINGS", "ReplayConfig"]
+__all__ = [
+    "CLAIRVOYANT",
+    "EVICTIONS",
+    "LARGE",
+    "ROUTINGS",
+    "ReplayConfig",
+    "check_online",
+]
 
 ROUTINGS = ("round_robin", "session", "prefix")
+CLAIRVOYANT = "clairvoyant"  # the policy that knows the trace: without a clock only
+EVICTIONS = (*ONLINE_EVICTIONS, CLAIRVOYANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
     """A deployment and a load."""
 
-    num_blocks: int  # of one replica
-    block_size: int = 16  # tokens
-    token_budget: int = 8192
-    max_num_running: int = 256
-    max_request_tokens: int | None = None
-    max_steps_awaiting: int = 256
-    watermark: float = 0.01
+    core: CoreConfig = LARGE  # of one replica; its quotas follow from those below
     num_replicas: int = 1
     # round_robin by arrival; session: a session (else a tenant) stays on one replica;
     # prefix: where most of the prompt is cached, of equals where fewest are in flight.
     routing: str = "round_robin"
-    eviction: str = "reuse_index"
-    objective: str = "tokens"  # or seconds: what the eviction policy shall save
-    order: OrderConfig = field(default_factory=OrderConfig)
-    step_time_s: float | None = None  # predicted, of a step with prefills
-    retained_floor_blocks: int = 0  # retained blocks that admission leaves
-    sessions: SessionConfig | None = None  # None: as many at once as come
+    is_clairvoyant: bool = False  # without a clock, whatever policy the core has
     sharing: SharingRule = field(default_factory=SharingRule)
     quotas: TenantQuotas | None = None  # of one replica
     hints: HintRule = field(default_factory=HintRule)
-    # Waiting requests, from the front, whose cached prefixes go late. `None`: the
-    # core's number with a clock; without one 0, as nobody waits there and to look at
-    # those who come next would be hindsight.
-    lookahead: int | None = None
+    # Requests behind the one that runs whose cached prefixes go late, without a clock:
+    # nobody waits there, and to look at those who come next is hindsight.
+    untimed_lookahead: int = 0
     load: LoadConfig = field(default_factory=LoadConfig)
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
@@ -68,38 +62,70 @@ class ReplayConfig:
             raise ConfigError(
                 f"num_replicas must be at least 1, got {self.num_replicas}"
             )
+        if self.core.books is None:
+            raise ConfigError("a replay needs core.books: its numbers come from them")
         for name in ("slo_ttft_s", "slo_tpot_s"):
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < math.inf:
                 raise ConfigError(f"{name} must be a time above 0, got {limit}")
-        # Mistakes show here and not when the replay starts.
-        check_eviction(self.eviction)
-        EvictionConfig(objective=self.objective)
         if self.quotas is not None:
             self.quotas.check_rule(self.sharing)
-        self.cache()
-        self.limits()
 
-    def cache(self) -> CacheConfig:
-        """Return the core's cache settings of one replica."""
-        return CacheConfig(num_blocks=self.num_blocks, block_size=self.block_size)
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one replica."""
+        return self.core.cache.num_blocks
 
-    def policy(self) -> EvictionConfig:
-        """Return the core's eviction settings; raises for one that knows the future."""
-        check_online(self.eviction)
-        return EvictionConfig(name=self.eviction, objective=self.objective)
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.core.cache.block_size
 
-    def limits(self) -> SchedulerConfig:
-        """Return the core's scheduler settings of one replica."""
-        limits = SchedulerConfig(
-            token_budget=self.token_budget,
-            max_num_running=self.max_num_running,
-            max_request_tokens=self.max_request_tokens,
-            max_steps_awaiting=self.max_steps_awaiting,
-            watermark=self.watermark,
-            step_time_s=self.step_time_s,
-            retained_floor_blocks=self.retained_floor_blocks,
+    @property
+    def eviction(self) -> str:
+        """The word for the policy."""
+        return CLAIRVOYANT if self.is_clairvoyant else self.core.eviction.name
+
+    def sized(self, num_blocks: int) -> ReplayConfig:
+        """Return these settings for replicas of so many blocks."""
+        return replace(self, core=self.core.sized(num_blocks))
+
+    def evicting(self, name: str) -> ReplayConfig:
+        """Return these settings with the policy of this name; raises `ConfigError`."""
+        check_eviction(name)
+        if name == CLAIRVOYANT:
+            return replace(self, is_clairvoyant=True)
+        eviction = replace(self.core.eviction, name=name)
+        core = replace(self.core, eviction=eviction)
+        return replace(self, core=core, is_clairvoyant=False)
+
+    def ordering(self, name: str) -> ReplayConfig:
+        """Return these settings with the order of this name; raises `ConfigError`."""
+        order = replace(self.core.order, name=name)
+        return replace(self, core=replace(self.core, order=order))
+
+    def of_replica(self, block_bytes: int) -> CoreConfig:
+        """Return the settings of one replica, quotas in blocks of so many bytes."""
+        if self.quotas is None:
+            return self.core
+        quotas = self.quotas.in_blocks(self.sharing, block_bytes)
+        return replace(self.core, quotas=quotas)
+
+
+def check_eviction(name: str) -> None:
+    """Raise `ConfigError` for a name that no policy has."""
+    if name not in EVICTIONS:
+        raise ConfigError(
+            f"eviction must be one of {', '.join(EVICTIONS)}, got {name!r:.80}"
         )
-        if self.lookahead is None:
-            return limits
-        return replace(limits, lookahead=self.lookahead)
+
+
+def check_online(name: str) -> None:
+    """Raise `ConfigError` for a policy that needs to know the future."""
+    check_eviction(name)
+    if name == CLAIRVOYANT:
+        raise ConfigError(
+            f"eviction {CLAIRVOYANT} has to know which request comes next, which with a "
+            f"clock depends on what it evicts; replay without a clock, or take one of "
+            f"{', '.join(ONLINE_EVICTIONS)}"
+        )

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from stemkv.core.books.cost import CostModel
+from stemkv.core.retention.memory import MemoryQuota
+from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.schedule.orders import OrderConfig
 from stemkv.errors import ConfigError
 from stemkv.measure.flood import FloodedTenant, FloodResult
 from stemkv.measure.results import GIB
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import LARGE, ReplayConfig
 from stemkv.sim.distance import lru_curve
 from stemkv.sim.pricing import num_blocks
-from stemkv.sim.quotas import MemoryQuota, TenantQuotas
+from stemkv.sim.quotas import TenantQuotas
 from stemkv.sim.replay import check_quotas, replay
 from stemkv.sim.reuse import find_reuses
 from stemkv.sim.sharing import SharingRule
@@ -89,14 +91,18 @@ class _Study:
         self._num_done = 0
         self._num_replays = len(self._names) + 2
         self._replay = ReplayConfig(
-            num_blocks=num_blocks(
-                config.memory_bytes,
-                bytes_per_token=costs.bytes_per_token,
-                block_size=UNIT_SIZE,
+            core=replace(
+                LARGE.sized(
+                    num_blocks(
+                        config.memory_bytes,
+                        bytes_per_token=costs.bytes_per_token,
+                        block_size=UNIT_SIZE,
+                    ),
+                    block_size=UNIT_SIZE,
+                ),
+                eviction=EvictionConfig(name=config.eviction),
+                order=config.order,
             ),
-            block_size=UNIT_SIZE,
-            eviction=config.eviction,
-            order=config.order,
             sharing=_ISOLATED,
         )
 

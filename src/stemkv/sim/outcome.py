@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from stemkv.core.books.account import Account, PrefixAccount
 from stemkv.core.books.cost import CostModel
-from stemkv.core.books.entry import LedgerEntry, MissReason, Stall
+from stemkv.core.books.entry import LedgerEntry, MissReason
 from stemkv.core.books.ledger import PUBLIC_ACCOUNT
-from stemkv.core.prefix.identity import Domain
-from stemkv.core.schedule.request import RequestId
 from stemkv.errors import InvariantError
 from stemkv.measure.latency import Goodput, goodput, summarize, summarize_weighted
 from stemkv.measure.results import (
     GIB,
-    Check,
     LatencySummary,
     MemorySample,
     PrefixValue,
@@ -30,11 +27,8 @@ from stemkv.measure.results import (
     SavedWork,
     Scheduling,
     Source,
-    StallSpan,
     TenantResult,
     TokenTotals,
-    TraceFacts,
-    WaitSpan,
     WriterReader,
 )
 from stemkv.measure.scheduling import (
@@ -45,14 +39,16 @@ from stemkv.measure.scheduling import (
     ttft_of,
 )
 from stemkv.sim.config import ReplayConfig
+from stemkv.sim.equations import checks_of
 from stemkv.sim.replica import Replica, join_samples
+from stemkv.sim.rows import RequestRows, spelled
+from stemkv.sim.settings import replay_settings, trace_facts
 from stemkv.sim.thinning import Thinned
 from stemkv.sim.trace import Trace
 
-__all__ = ["Outcome", "listed_pairs", "trace_facts"]
+__all__ = ["Outcome"]
 
 _MAX_PREFIXES = 50
-_MAX_PROBLEMS = 20
 
 
 class Outcome:
@@ -73,8 +69,6 @@ class Outcome:
         self._config = config
         self._costs = costs
         self._replicas = replicas
-        self._placed = placed
-        self._arrived_s = arrived_s
         self._refused = refused
         self._block_bytes = config.block_size * costs.bytes_per_token
         self._end_s = max(
@@ -88,6 +82,14 @@ class Outcome:
         self._public_label = "(public)"
         while self._public_label in trace.tenants():
             self._public_label = f"({self._public_label})"  # some tenant is called so
+        self._rows = RequestRows(
+            trace,
+            config.sharing,
+            cost_source=costs.source,
+            public_label=self._public_label,
+            placed=placed,
+            arrived_s=arrived_s,
+        )
         self._accounts = [replica.ledger.accounts(self._end_s) for replica in replicas]
 
     def result(self) -> ReplayResult:
@@ -109,8 +111,11 @@ class Outcome:
         by_arrival = sorted(entries, key=lambda e: (e.arrival_s, int(e.request_id)))
         half = by_arrival[len(entries) // 2 :]
         result = ReplayResult(
-            trace=trace_facts(self._trace),
-            config=self._settings(),
+            trace=trace_facts(self._trace, self._config.core.cache),
+            config={
+                **replay_settings(self._config, self._block_bytes),
+                "cost": self._costs.source,
+            },
             cost_source=self._costs.source,
             cost_kind=Source.ESTIMATED,  # a fitted model's steps were measured, not these
             num_blocks=self._config.num_blocks,
@@ -128,6 +133,7 @@ class Outcome:
             num_refused_blocks=sum(r.num_refused_blocks for r in self._replicas),
             num_published_blocks=sum(u.num_published_blocks for u in usages),
             peak_active_blocks=max(usage.peak_active_blocks for usage in usages),
+            peak_active_tokens=max(r.peak_active_tokens for r in self._replicas),
             regret_tokens=sum(regret.num_tokens for regret in regrets),
             regret_delay_s=summarize_weighted(
                 "regret", [(r.delay_s, r.num_tokens) for r in regrets]
@@ -169,7 +175,13 @@ class Outcome:
             checks=(),
             scheduling=self._scheduling(requests),
         )
-        checks = self._checks(result, prefixes)
+        checks = checks_of(
+            result,
+            prefixes,
+            trace=self._trace,
+            entries=entries,
+            replicas=self._replicas,
+        )
         for check in checks:
             if not check.holds:
                 raise InvariantError(
@@ -181,87 +193,11 @@ class Outcome:
     # Parts
 
     def _requests(self) -> tuple[RequestResult, ...]:
-        done = [self._request(entry, replica) for entry, replica in self._entries]
-        refused = [self._refusal(index) for index, _ in self._refused]
+        done = [self._rows.ended(entry, replica) for entry, replica in self._entries]
+        refused = [self._rows.refused(index) for index, _ in self._refused]
         return tuple(
             sorted([*done, *refused], key=lambda r: (r.arrival_s, r.request_id))
         )
-
-    def _request(self, entry: LedgerEntry, replica: Replica) -> RequestResult:
-        index = int(entry.request_id)
-        request = self._trace.requests[index]
-        times = replica.times[RequestId(entry.request_id)]
-        misses: Counter[str] = Counter()
-        for miss in entry.misses:
-            misses[miss.reason.value] += miss.end - miss.start
-        first, share = entry.first_miss, entry.share
-        return RequestResult(
-            request_id=request.request_id,
-            tenant=entry.tenant,
-            domain=_spelled(entry.domain),
-            identity=request.identity,
-            namespace="" if entry.namespace is None else entry.namespace.hex(),
-            prefix="" if entry.prefix_digest is None else entry.prefix_digest.hex(),
-            replica=replica.index,
-            arrival_s=entry.arrival_s,
-            admitted_s=entry.admitted_s,
-            first_token_s=times.first_token_s,
-            end_s=times.end_s,
-            finish_reason=entry.finish_reason,
-            prompt_tokens=entry.num_prompt_tokens,
-            output_tokens=entry.num_output_tokens,
-            reused_tokens=entry.num_reused_tokens,
-            computed_tokens=entry.num_computed_tokens,
-            copied_tokens=entry.num_copied_tokens,
-            recomputed_tokens=entry.num_recomputed_tokens,
-            reused_blocks=entry.num_reused_blocks,
-            retained_blocks=entry.num_retained_blocks,
-            saved_s=entry.saved_s,
-            saved_how=self._costs.source,
-            misses=dict(sorted(misses.items())),
-            regret_tokens=sum(regret.num_tokens for regret in entry.regrets),
-            first_miss_position=None if first is None else first.start,
-            first_miss_reason=None if first is None else first.reason.value,
-            differing_fields=() if first is None else first.differing_fields,
-            num_preemptions=entry.num_preemptions,
-            stall_s=entry.stall_s,
-            stalls=tuple(self._stall(stall) for stall in entry.stalls),
-            waits=tuple(
-                WaitSpan(
-                    reason=wait.reason.value, start_s=wait.start_s, end_s=wait.end_s
-                )
-                for wait in entry.waits
-            ),
-            wait_s={
-                reason.value: seconds
-                for reason, seconds in sorted(
-                    entry.wait_s.items(), key=lambda item: item[0].value
-                )
-            },
-            own_backlog_tokens=None if share is None else share.own_backlog,
-            own_run_tokens=None if share is None else share.own_run,
-            backlog_tokens=None if share is None else share.backlog,
-            run_tokens=None if share is None else share.run,
-        )
-
-    def _stall(self, stall: Stall) -> StallSpan:
-        return StallSpan(
-            start_s=stall.start_s,
-            end_s=stall.end_s,
-            num_missing_blocks=stall.num_missing_blocks,
-            active=tuple(
-                (self._request_name(each), blocks) for each, blocks in stall.active
-            ),
-            retained=tuple(
-                (self._public_label if name == PUBLIC_ACCOUNT else name, blocks)
-                for name, blocks in stall.retained
-            ),
-        )
-
-    def _request_name(self, request_id: str) -> str:
-        index, _, sample = request_id.partition("#")
-        name = self._trace.requests[int(index)].request_id
-        return f"{name}#{sample}" if sample else name
 
     def _scheduling(self, requests: Sequence[RequestResult]) -> Scheduling:
         config = self._config
@@ -273,46 +209,11 @@ class Outcome:
         gaps = [each.gap.largest for each in self._replicas if each.gap is not None]
         return scheduling_of(
             requests,
-            order=config.order.name,
+            order=config.core.order.name,
             end_s=self._end_s,
             slo=slo,
             gap_tokens=max(gaps, default=None),
             cpu_s=math.fsum(cpu_s) if cpu_s else None,
-        )
-
-    def _refusal(self, index: int) -> RequestResult:
-        request = self._trace.requests[index]
-        namespace, domain = self._config.sharing.of(request)
-        return RequestResult(
-            request_id=request.request_id,
-            tenant=request.tenant,
-            domain=_spelled(domain),
-            identity=request.identity,
-            namespace=namespace.hex(),
-            prefix="",
-            replica=self._placed[index],
-            arrival_s=self._arrived_s[index],
-            admitted_s=None,
-            first_token_s=None,
-            end_s=None,
-            finish_reason="refused",
-            prompt_tokens=request.input_length,
-            output_tokens=0,
-            reused_tokens=0,
-            computed_tokens=0,
-            copied_tokens=0,
-            recomputed_tokens=0,
-            reused_blocks=0,
-            retained_blocks=0,
-            saved_s=0.0,
-            saved_how=self._costs.source,
-            misses={},
-            regret_tokens=0,
-            first_miss_position=None,
-            first_miss_reason=None,
-            differing_fields=(),
-            num_preemptions=0,
-            stall_s=0.0,
         )
 
     def _tenants(self, requests: Sequence[RequestResult]) -> tuple[TenantResult, ...]:
@@ -380,7 +281,7 @@ class Outcome:
         values = [
             PrefixValue(
                 digest=digest.hex(),
-                domain=_spelled(parts[0].domain),
+                domain=spelled(parts[0].domain),
                 start=min(part.start for part in parts),
                 end=parts[0].end,
                 num_hits=sum(part.num_hits for part in parts),
@@ -486,158 +387,8 @@ class Outcome:
             )
         return series.points()
 
-    def _settings(self) -> dict[str, str | int | float | None]:
-        config, load = self._config, self._config.load
-        return {
-            "num_blocks": config.num_blocks,
-            "block_size": config.block_size,
-            "memory_gib": config.num_blocks * self._block_bytes / GIB,
-            "token_budget": config.token_budget,
-            "max_num_running": config.max_num_running,
-            "max_request_tokens": config.max_request_tokens,
-            "max_steps_awaiting": config.max_steps_awaiting,
-            "watermark": config.watermark,
-            "num_replicas": config.num_replicas,
-            "routing": config.routing,
-            "eviction": config.eviction,
-            "objective": config.objective,
-            "lookahead": config.limits().lookahead,
-            "hints": str(config.hints),
-            "quotas": None if config.quotas is None else str(config.quotas),
-            "order": config.order.name,
-            "lane": config.order.lane,
-            "quantum": config.order.quantum,
-            "decode_weight": config.order.decode_weight,
-            "pauses_prefills": config.order.pauses_prefills,
-            "weights": listed_pairs(config.order.weights),
-            "slo_ttft_s_by_class": listed_pairs(config.order.slo_ttft_s),
-            "step_time_s": config.step_time_s,
-            "retained_floor_blocks": config.retained_floor_blocks,
-            "session_share": None if config.sessions is None else config.sessions.share,
-            "sharing": config.sharing.name,
-            "public_min_tenants": config.sharing.public_min_tenants,
-            "loop": load.loop,
-            "rate": load.rate,
-            "spread_s": load.spread_s,
-            "seed": load.seed,
-            "cost": self._costs.source,
-        }
-
-    def _checks(
-        self, result: ReplayResult, prefixes: Sequence[PrefixValue]
-    ) -> tuple[Check, ...]:
-        tokens, tenants = result.tokens, result.tenants
-        finished = sum(
-            self._trace.requests[int(entry.request_id)].input_length
-            for entry, _ in self._entries
-        )
-        num_output = sum(
-            max(1, self._trace.requests[int(entry.request_id)].output_length)
-            for entry, _ in self._entries
-        )
-        num_requests = len(self._trace.requests)
-        pairs: list[tuple[str, float, float]] = [
-            (
-                "prompt tokens of the trace that ran = reused + computed",
-                finished,
-                tokens.reused + tokens.computed,
-            ),
-            (
-                "computed tokens = misses by reason",
-                tokens.computed,
-                sum(tokens.misses.values()),
-            ),
-            (
-                "requests = finished + refused",
-                num_requests,
-                result.num_finished + result.num_refused,
-            ),
-            (
-                "reused tokens = those by writer and reader",
-                tokens.reused,
-                sum(pair.tokens for pair in result.writers),
-            ),
-            (
-                "reused tokens by the books = those of the tenants",
-                sum(replica.ledger.num_reused_tokens for replica in self._replicas),
-                sum(tenant.tokens.reused for tenant in tenants),
-            ),
-            (
-                "reused tokens = those of the prefixes",
-                tokens.reused,
-                sum(prefix.hit_tokens for prefix in prefixes),
-            ),
-            (
-                "saved seconds by the books = those of the tenants",
-                math.fsum(replica.ledger.saved_s for replica in self._replicas),
-                math.fsum(tenant.saved.seconds for tenant in tenants),
-            ),
-            (
-                "saved seconds = those of the prefixes",
-                result.saved.seconds,
-                math.fsum(prefix.saved_s for prefix in prefixes),
-            ),
-            (
-                "retained GiB-seconds = those of the prefixes",
-                result.saved.retained_gib_s,
-                math.fsum(prefix.retained_gib_s for prefix in prefixes),
-            ),
-            (
-                "evicted blocks = those of the tenants",
-                result.num_evicted_blocks,
-                sum(tenant.num_evicted_blocks for tenant in tenants),
-            ),
-            (
-                "refused blocks = those of the tenants",
-                result.num_refused_blocks,
-                sum(tenant.num_refused_blocks for tenant in tenants),
-            ),
-            (
-                "stall seconds = those of the tenants",
-                result.stall_s,
-                math.fsum(tenant.stall_s for tenant in tenants),
-            ),
-            (
-                "output tokens = those of the trace that ran, at least one each",
-                tokens.output,
-                num_output,
-            ),
-        ]
-        return tuple(Check(name=n, left=left, right=right) for n, left, right in pairs)
-
     def _gib(self, block_s: float) -> float:
         return block_s * self._block_bytes / GIB
-
-
-def _spelled(domain: Domain) -> str:
-    kind = domain.kind.value
-    return f"{kind}:{domain.name}" if domain.name else kind
-
-
-def trace_facts(trace: Trace) -> TraceFacts:
-    """Return what a report says of a trace."""
-    return TraceFacts(
-        name=trace.name,
-        format=trace.format,
-        num_requests=len(trace.requests),
-        num_tenants=len(trace.tenants()),
-        duration_s=trace.duration_s,
-        prompt_tokens=trace.num_input_tokens,
-        output_tokens=trace.num_output_tokens,
-        unit_size=trace.unit_size,
-        is_exact=trace.is_exact,
-        has_arrivals=trace.has_arrivals,
-        num_skipped_lines=len(trace.problems),
-        num_opaque=sum(request.is_opaque for request in trace.requests),
-        problems=tuple(map(str, trace.problems[:_MAX_PROBLEMS])),
-        notes=tuple(trace.notes),
-    )
-
-
-def listed_pairs(values: Mapping[str, float]) -> str | None:
-    """Return numbers by name as people type them; `None` if there are none."""
-    pairs = (f"{name}={value:g}" for name, value in sorted(values.items()))
-    return ", ".join(pairs) or None
 
 
 def _totals(entries: Sequence[LedgerEntry]) -> TokenTotals:

@@ -14,52 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stemkv.core.prefix.identity import Domain
-from stemkv.core.retention.quota import Quota, QuotaConfig
+from stemkv.core.retention.memory import MemoryQuota, check_bytes
+from stemkv.core.retention.quota import QuotaConfig
 from stemkv.errors import ConfigError
 from stemkv.measure.results import GIB
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
 
 __all__ = ["MemoryQuota", "TenantQuotas"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryQuota:
-    """What one tenant may retain."""
-
-    floor_bytes: int = 0  # never lost to another
-    cap_bytes: int | None = None  # never retains more; None: no cap
-    # What it has beyond its floor is compared with others' over their weights: the one
-    # with most gives first.
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_bytes("floor", self.floor_bytes)
-        if self.cap_bytes is not None:
-            _check_bytes("cap", self.cap_bytes)
-            if self.cap_bytes < self.floor_bytes:
-                raise ConfigError(
-                    f"cap must not be below floor, got {self.cap_bytes:,} and "
-                    f"{self.floor_bytes:,} bytes"
-                )
-        Quota(weight=self.weight)  # says what is wrong with it
-
-    def in_blocks(self, block_bytes: int) -> Quota:
-        """Return the quota in whole blocks, rounded down, as the memory itself is."""
-        cap = self.cap_bytes
-        return Quota(
-            floor_blocks=self.floor_bytes // block_bytes,
-            cap_blocks=None if cap is None else cap // block_bytes,
-            weight=self.weight,
-        )
-
-    def __str__(self) -> str:
-        parts = [f"floor {self.floor_bytes / GIB:.3g} GiB"] if self.floor_bytes else []
-        if self.cap_bytes is not None:
-            parts.append(f"cap {self.cap_bytes / GIB:.3g} GiB")
-        if self.weight != 1.0:
-            parts.append(f"weight {self.weight:g}")
-        return " ".join(parts) or "no limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +38,7 @@ class TenantQuotas:
     public_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_bytes("public", self.public_bytes)
+        check_bytes("public_bytes", self.public_bytes)
         if self.default.floor_bytes:
             raise ConfigError(
                 f"default must have no floor, got {self.default.floor_bytes:,} bytes; "
@@ -145,10 +107,3 @@ class TenantQuotas:
         if self.public_bytes:
             parts.append(f"public: {self.public_bytes / GIB:.3g} GiB")
         return "; ".join(parts) or "none named"
-
-
-def _check_bytes(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(
-            f"{name} must be a number of bytes of at least 0, got {value!r:.80}"
-        )

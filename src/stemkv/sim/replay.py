@@ -20,9 +20,8 @@ from stemkv.errors import ConfigError, PromptTooLong
 from stemkv.measure.results import ReplayResult
 from stemkv.measure.scheduling import TenantGap
 from stemkv.sim.arrivals import Arrivals, identity_facts, public_tokens
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import ReplayConfig, check_online
 from stemkv.sim.outcome import Outcome
-from stemkv.sim.policies import check_online
 from stemkv.sim.replica import Replica
 from stemkv.sim.trace import Trace
 
@@ -141,27 +140,18 @@ class _Loop:
 
     def _replica(self, index: int) -> Replica:
         config, costs = self._config, self._costs
-        quotas = None
-        if config.quotas is not None:
-            block_bytes = config.block_size * costs.bytes_per_token
-            quotas = config.quotas.in_blocks(config.sharing, block_bytes)
         replica = Replica(
             index,
-            cache=config.cache(),
-            limits=config.limits(),
-            make_policy=config.policy().make(config.cache(), costs),
-            order=config.order.make(costs),
+            config=config.of_replica(config.block_size * costs.bytes_per_token),
             costs=costs,
             on_end=self._ended,
-            quotas=quotas,
             gap=self._gap(),
-            sessions=config.sessions,
             cpu_clock=self._cpu_clock,
         )
         for namespace, facts in self._facts.items():
             replica.ledger.name(namespace, facts)
         for namespace, prefix in self._public:
-            replica.cache.declare_public(namespace, prefix)
+            replica.core.declare(namespace, prefix)
         return replica
 
     def _gap(self) -> TenantGap | None:
@@ -169,7 +159,7 @@ class _Loop:
         if len(counts) < 2:
             return None
         largest = sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
-        order = self._config.order
+        order = self._config.core.order
         return TenantGap(
             largest[:_MAX_COMPARED],
             decode_weight=order.decode_weight,

@@ -13,21 +13,12 @@ from dataclasses import dataclass, field
 
 from stemkv.core.books.cost import CostModel, StepShape
 from stemkv.core.books.entry import LedgerEntry
-from stemkv.core.books.ledger import Ledger
-from stemkv.core.prefix.cache import PrefixCache
-from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.core import Core, CoreConfig
 from stemkv.core.prefix.events import BlocksEvicted, BlocksRefused
 from stemkv.core.prefix.tokens import TOKEN_BYTES
-from stemkv.core.retention.policy.base import EvictionPolicy
-from stemkv.core.retention.quota import QuotaConfig
-from stemkv.core.retention.retention import Retention
-from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import RequestFinished, RequestPreempted, TokenSampled
-from stemkv.core.schedule.order.base import Order
 from stemkv.core.schedule.plan import Sample, StepPlan, StepResult
 from stemkv.core.schedule.request import RequestId, RequestSpec
-from stemkv.core.schedule.scheduler import Scheduler
-from stemkv.core.schedule.sessions import SessionConfig
 from stemkv.errors import InvariantError
 from stemkv.measure.results import MemorySample, StepSpan
 from stemkv.measure.scheduling import TenantGap
@@ -65,32 +56,20 @@ class Replica:
         self,
         index: int,
         *,
-        cache: CacheConfig,
-        limits: SchedulerConfig,
-        make_policy: Callable[[], EvictionPolicy],
-        order: Order,
+        config: CoreConfig,
         costs: CostModel,
         on_end: Callable[[RequestId, float], None],
-        quotas: QuotaConfig | None = None,
         gap: TenantGap | None = None,
-        sessions: SessionConfig | None = None,
         cpu_clock: Callable[[], float] | None = None,
     ) -> None:
         self.index = index
         self.costs = costs
         self.entries: list[LedgerEntry] = []
-        self.ledger = Ledger(cache.block_size, costs)
-        self.cache = PrefixCache(
-            cache, Retention.of(make_policy, cache, quotas), watchers=(self.ledger,)
-        )
-        self.scheduler = Scheduler(
-            limits,
-            self.cache,
-            order,
-            costs=costs,
-            sessions=sessions,
-            ledger=self.ledger,
-        )
+        self.core = Core(config, costs)
+        self.cache, self.scheduler = self.core.cache, self.core.scheduler
+        ledger = self.core.ledger
+        assert ledger is not None, "there are costs, and a replay keeps books"
+        self.ledger = ledger
         self.times: dict[RequestId, Times] = {}
         self.itl_s: Counter[float] = Counter()  # gap → how many tokens came after it
         self.memory = Thinned[MemorySample](1000, join_samples)
@@ -98,6 +77,8 @@ class Replica:
         self.num_steps = 0
         self.busy_s = 0.0
         self.num_preemptions = 0
+        self.peak_active_tokens = 0  # after a step
+        self._peak_active = 0  # the same in blocks
         self.num_refused_blocks = 0  # not retained after their last lease
         self.gap = gap  # between tenants; None: nobody looks
         # Seconds in the scheduler, its cache and its order; None: nobody looks.
@@ -125,7 +106,7 @@ class Replica:
 
         Raises what `Scheduler.add` raises for one that can never run.
         """
-        self.scheduler.add(spec)
+        self.core.add(spec)
         encoded = token.to_bytes(TOKEN_BYTES, "little", signed=True)
         self._scripts[spec.request_id] = _Script(token, spec.max_new_tokens, encoded)
         self.times[spec.request_id] = Times()
@@ -140,7 +121,7 @@ class Replica:
         if num_quiet > 1:
             return self._start_stretch(num_quiet, now, until)
         started = self._read_clock()
-        plan = self.scheduler.schedule(now)
+        plan = self.core.schedule(now)
         self._stop_clock(started)
         shape = StepShape(
             num_decodes=plan.num_coasting, num_decode_context=plan.num_coasting_context
@@ -194,7 +175,7 @@ class Replica:
         gap = now - self._last_end_s
         num_gaps = plan.num_coasting
         started = self._read_clock()
-        events = self.scheduler.commit(plan, StepResult(samples), now)
+        events = self.core.commit(plan, StepResult(samples), now)
         self._stop_clock(started)
         for event in events:
             match event:
@@ -286,6 +267,9 @@ class Replica:
         cache = self.cache
         num_active = cache.num_active_blocks
         num_cached = cache.tree.num_unpinned_blocks
+        if num_active > self._peak_active:
+            self._peak_active = num_active
+            self.peak_active_tokens = cache.usage().num_active_tokens
         self.memory.add(
             MemorySample(
                 at_s=now,

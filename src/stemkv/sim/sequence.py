@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from stemkv.core.books.cost import CostModel
-from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.core import CoreConfig, make_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import Domain
@@ -29,7 +29,6 @@ from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.lookahead import Waiting
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.core.retention.policy.lru import Lru
-from stemkv.core.retention.retention import Retention
 from stemkv.errors import ConfigError
 from stemkv.measure.results import WriterReader
 from stemkv.sim.clairvoyant import Clairvoyant
@@ -160,7 +159,7 @@ class _Sequence:
         self._num_blocks = num_blocks
         self._capacity = capacity
         self._rule = rule
-        self._cache = PrefixCache(config, Retention(lambda: policy))
+        self._cache = make_cache(CoreConfig(cache=config), make_policy=lambda: policy)
         self._clairvoyant = _clairvoyant(policy)
         self._reuses = reuses
         for namespace, prefixes in rule.public_prefixes(trace).items():

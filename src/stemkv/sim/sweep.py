@@ -20,8 +20,7 @@ from time import process_time
 from stemkv.core.books.cost import CostModel
 from stemkv.errors import ConfigError, StemKVError
 from stemkv.measure.results import GIB, ReplayResult, SweepCell
-from stemkv.sim.config import ReplayConfig
-from stemkv.sim.policies import CLAIRVOYANT
+from stemkv.sim.config import CLAIRVOYANT, ReplayConfig
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.trace import Trace
@@ -59,10 +58,7 @@ class Grid:
         """Return `base` with each combination, sizes changing slowest."""
         return tuple(
             replace(
-                base,
-                num_blocks=size,
-                eviction=eviction,
-                order=replace(base.order, name=order),
+                base.sized(size).evicting(eviction).ordering(order),
                 sharing=replace(base.sharing, name=sharing),
             )
             for size, eviction, order, sharing in product(
@@ -91,7 +87,7 @@ def _cell(trace: Trace, config: ReplayConfig, result: ReplayResult) -> SweepCell
         num_blocks=config.num_blocks,
         gib=result.capacity_gib,
         eviction=config.eviction,
-        order=config.order.name,
+        order=config.core.order.name,
         sharing=config.sharing.name,
         num_refused=result.num_refused,
         # Not of those that ran: memory too small for long prompts must not look better
@@ -117,7 +113,7 @@ def _cell(trace: Trace, config: ReplayConfig, result: ReplayResult) -> SweepCell
 
 def is_hinted(trace: Trace, config: ReplayConfig) -> bool:
     """Whether eviction is told anything of the future in a replay without a clock."""
-    return bool(config.lookahead) or config.hints.says_something(trace)
+    return bool(config.untimed_lookahead) or config.hints.says_something(trace)
 
 
 class UntimedPlay:
@@ -142,7 +138,7 @@ class UntimedPlay:
             num_blocks=config.num_blocks,
             gib=config.num_blocks * block_bytes / GIB,
             eviction=config.eviction,
-            order=config.order.name,
+            order=config.core.order.name,
             sharing=config.sharing.name,
             num_refused=found.num_too_long,
             hit_rate=found.hits.hit_rate,
@@ -241,7 +237,7 @@ def _received(
         worker.join()
         raise StemKVError(
             f"a worker ended with code {worker.exitcode} while it replayed "
-            f"{config.num_blocks} blocks, {config.eviction}, {config.order.name}, "
+            f"{config.num_blocks} blocks, {config.eviction}, {config.core.order.name}, "
             f"{config.sharing.name}; if memory is short, take fewer jobs"
         ) from None
     if isinstance(answer, StemKVError):

@@ -15,10 +15,9 @@ from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.retention.policy.base import EvictionPolicy
 from stemkv.errors import ConfigError
 from stemkv.sim.clairvoyant import Clairvoyant
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import CLAIRVOYANT, ReplayConfig
 from stemkv.sim.curves import units_in
 from stemkv.sim.hinting import HintRule
-from stemkv.sim.policies import CLAIRVOYANT
 from stemkv.sim.reuse import Reuses, find_reuses
 from stemkv.sim.sequence import SequenceResult, replay_sequence
 from stemkv.sim.sharing import SharingRule
@@ -64,7 +63,7 @@ class Untimed:
             raise ConfigError("quotas need the clock; replay with one")
         if config.eviction == CLAIRVOYANT:
             # It knows better than any hint, and must not be told otherwise.
-            config = replace(config, hints=HintRule(name="none"), lookahead=0)
+            config = replace(config, hints=HintRule(name="none"), untimed_lookahead=0)
         num_units = units_in(trace, config.num_blocks, config.block_size)
         reuses = self._found(trace, config.sharing)
         policy = _policy(config, costs, reuses, num_units)
@@ -78,7 +77,7 @@ class Untimed:
             policy=policy if watch is None else watch,
             cost=costs,
             reuses=reuses,
-            lookahead=config.lookahead or 0,
+            lookahead=config.untimed_lookahead,
             hints=config.hints.of(trace, config.sharing, reuses=reuses),
             progress=progress,
         )
@@ -103,4 +102,4 @@ def _policy(
         return Clairvoyant(reuses)
     # To the policy a unit is a block, as deep in a prompt as it is long.
     cache = CacheConfig(num_blocks=num_units, block_size=reuses.trace.unit_size)
-    return config.policy().make(cache, costs)()
+    return config.core.eviction.make(cache, costs)()

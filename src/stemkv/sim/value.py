@@ -26,7 +26,7 @@ from stemkv.measure.value import (
     value_run,
 )
 from stemkv.sim.arrivals import LoadConfig
-from stemkv.sim.config import ReplayConfig
+from stemkv.sim.config import LARGE, ReplayConfig
 from stemkv.sim.pricing import num_blocks
 from stemkv.sim.replay import replay
 from stemkv.sim.sharing import SharingRule
@@ -207,8 +207,7 @@ class _Study:
     def _run(self, reuse: str, trace: Trace, rate: float, num_blocks: int) -> ValueRun:
         rule = SharingRule(name="shared" if reuse == "shared" else "isolated")
         config = ReplayConfig(
-            num_blocks=num_blocks,
-            block_size=UNIT_SIZE,
+            core=LARGE.sized(num_blocks, block_size=UNIT_SIZE),
             sharing=rule,
             load=LoadConfig(rate=rate),
             slo_ttft_s=self._config.slo_ttft_s,
@@ -230,7 +229,6 @@ class _Study:
 
     def _settings(self) -> dict[str, str | int | float | None]:
         config = self._config
-        used = ReplayConfig(num_blocks=self._num_blocks)
         return {
             "prefix_tokens": config.prefix_tokens,
             "share": config.share,
@@ -245,10 +243,10 @@ class _Study:
             "one_off_tokens": _bounds(_ONE_OFF),
             "output_tokens": _bounds(_OUTPUT),
             "block_size": UNIT_SIZE,
-            "token_budget": used.token_budget,
-            "max_num_running": used.max_num_running,
-            "eviction": used.eviction,
-            "order": used.order.name,
+            "token_budget": LARGE.scheduler.token_budget,
+            "max_num_running": LARGE.scheduler.max_num_running,
+            "eviction": LARGE.eviction.name,
+            "order": LARGE.order.name,
         }
 
 

@@ -36,6 +36,8 @@ from stemkv.audit.exact.tables import (
 )
 from stemkv.audit.exact.witness import Cold, EngineMaker, compare
 from stemkv.audit.verdict import AuditReport, Check, Verdict
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.engine import Engine, EngineConfig, LoadedModel
 from stemkv.engine.numerics import EXACT, TOLERANT, numerics_named
 from stemkv.engine.recheck import tolerance
@@ -160,9 +162,10 @@ class _Adapters:
 def _lab(loaded: LoadedModel, options: ExactOptions, make_engine: EngineMaker) -> Lab:
     config = EngineConfig(
         numerics=options.numerics,
-        block_size=options.block_size,
+        core=CoreConfig(cache=CacheConfig(block_size=options.block_size)),
         num_threads=torch.get_num_threads(),
         runs_self_test=False,
+        single_tenant=True,  # about bits, not about whose they are
     )
     # The only engine with a self-test: where it refuses to start, nothing is served.
     cold = Cold(

@@ -37,7 +37,7 @@ class Lab:
     @property
     def block(self) -> int:
         """Tokens of a block."""
-        return self.config.block_size
+        return self.config.core.cache.block_size
 
     def witness(
         self, *, num_blocks: int, token_budget: int = 1024, num_running: int = 16
@@ -45,11 +45,15 @@ class Lab:
         """Return a fresh engine."""
         num_blocks = num_blocks if self.num_blocks is None else self.num_blocks
         per_block = self.block * self.loaded.kv_bytes_per_token
-        config = replace(
-            self.config,
-            kv_memory_bytes=num_blocks * per_block,
+        limits = replace(
+            self.config.core.scheduler,
             token_budget=token_budget,
             max_num_running=min(num_running, token_budget),
+        )
+        config = replace(
+            self.config,
+            core=replace(self.config.core, scheduler=limits),
+            kv_memory_bytes=num_blocks * per_block,
         )
         return Witness(self.loaded, config, self.make_engine)
 

@@ -244,15 +244,15 @@ class Cold:
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, *, max_tokens: int
     ) -> None:
-        num_blocks = -(-max_tokens // config.block_size)
+        block_size = config.core.cache.block_size
+        num_blocks = -(-max_tokens // block_size)
+        limits = replace(config.core.scheduler, token_budget=_COLD_BUDGET)
         self._witness = Witness(
             loaded,
             replace(
                 config,
-                kv_memory_bytes=num_blocks
-                * config.block_size
-                * loaded.kv_bytes_per_token,
-                token_budget=_COLD_BUDGET,
+                core=replace(config.core, scheduler=limits),
+                kv_memory_bytes=num_blocks * block_size * loaded.kv_bytes_per_token,
                 reuses_prefixes=False,
             ),
         )

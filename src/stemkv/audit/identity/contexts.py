@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stemkv.audit.identity.keys import KeyContext
+from stemkv.core import core
 from stemkv.core.prefix.cache import Peek, PrefixCache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identities import Identities
@@ -22,8 +23,6 @@ from stemkv.core.prefix.identity import ComputeIdentity, Domain
 from stemkv.core.prefix.room import Demand
 from stemkv.core.prefix.sharing import SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
-from stemkv.core.retention.policy import Lru
-from stemkv.core.retention.retention import Retention
 from stemkv.engine.load import LoadedModel
 from stemkv.errors import ConfigError
 
@@ -241,9 +240,8 @@ def make_case(base: ComputeIdentity, facts: KeyContext, prompt: Prompt) -> Case:
 def make_cache(*, block_size: int, num_tokens: int) -> PrefixCache:
     """Return an empty cache for that many tokens of several requests."""
     num_blocks = -(-num_tokens // block_size)
-    return PrefixCache(
-        CacheConfig(num_blocks=num_blocks, block_size=block_size), Retention(Lru)
-    )
+    config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
+    return core.make_cache(core.CoreConfig(cache=config))
 
 
 def write(cache: PrefixCache, case: Case) -> None:

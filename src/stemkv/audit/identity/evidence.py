@@ -33,6 +33,8 @@ from stemkv.audit.identity.variants import (
     make_revision,
     place_adapters,
 )
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import ComputeIdentity
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.engine.config import EngineConfig
@@ -109,7 +111,7 @@ def gather_evidence(
 def _make_engine(loaded: LoadedModel) -> Engine:
     """Return an engine in class `exact`, or `tolerant` where the build lacks it."""
     config = EngineConfig(
-        block_size=_BLOCK_SIZE,
+        core=CoreConfig(cache=CacheConfig(block_size=_BLOCK_SIZE)),
         kv_memory_bytes=_KV_TOKENS * loaded.kv_bytes_per_token,
         num_threads=torch.get_num_threads(),
         # `audit exact` proves the class; nothing here hangs on equal bits.

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 
 from stemkv.audit.isolation.worlds import BLOCK_SIZE, PRIVATE
-from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.core import CoreConfig, make_cache
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.room import Demand
@@ -18,7 +18,6 @@ from stemkv.core.prefix.table import Lease
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.retention.policies import EvictionConfig
 from stemkv.core.retention.quota import Quota, QuotaConfig
-from stemkv.core.retention.retention import Retention
 
 __all__ = ["Scene", "made_up_prompt"]
 
@@ -39,8 +38,6 @@ class Scene:
         eviction: EvictionConfig | None = None,
         floors: Mapping[str, int] | None = None,
     ) -> None:
-        eviction = EvictionConfig() if eviction is None else eviction
-        config = CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         quotas = None
         if floors is not None:
             quotas = QuotaConfig(
@@ -49,9 +46,12 @@ class Scene:
                     for tenant, floor in floors.items()
                 }
             )
-        self._cache = PrefixCache(
-            config, Retention.of(eviction.make(config), config, quotas)
+        config = CoreConfig(
+            cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+            eviction=eviction or EvictionConfig(),
+            quotas=quotas,
         )
+        self._cache = make_cache(config)
         self._now = 0.0
 
     # Questions

@@ -30,7 +30,9 @@ from stemkv.audit.isolation.worlds import (
 )
 from stemkv.core.prefix.tokens import TokenIds
 
-__all__ = ["Theft", "steal_by_count", "steal_by_time"]
+__all__ = ["LUCK", "Theft", "Thefts", "steal_by_count", "steal_by_time"]
+
+LUCK = 0.01  # more guesses right than luck gives once in so many tries
 
 _NUM_COUNT_POSITIONS = 6
 _NUM_COUNT_CANDIDATES = 8
@@ -63,6 +65,27 @@ class Theft:
     def by_luck(self) -> float:
         """The probability of guessing at least so many without any oracle."""
         return binomial_tail(self.num_right, len(self.secret), 1 / self.num_candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thefts:
+    """All attempts to read a secret."""
+
+    count_control: Theft
+    count: Theft
+    count_public: Theft
+    time_control: Theft
+    time: tuple[Theft, ...]  # the second only if the first looked like success
+
+    def all(self) -> list[Theft]:
+        """Return every attempt, controls included."""
+        return [
+            self.count_control,
+            self.count,
+            self.count_public,
+            self.time_control,
+            *self.time,
+        ]
 
 
 def steal_by_count(

@@ -30,21 +30,16 @@ from stemkv.audit.isolation.worlds import (
     VICTIM,
     Setting,
 )
-from stemkv.core.books.cost import CostModel, RooflineCost
-from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.books.cost import RooflineCost
+from stemkv.core.core import Core, CoreConfig
 from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.tokens import TokenIds
-from stemkv.core.retention.policies import EvictionConfig
-from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import RequestAdmitted
-from stemkv.core.schedule.order import Order
 from stemkv.core.schedule.order.ranked import Ranked
 from stemkv.core.schedule.orders import ORDERS
 from stemkv.core.schedule.plan import Sample, StepResult
 from stemkv.core.schedule.request import RequestId, RequestSpec
-from stemkv.core.schedule.scheduler import Scheduler
-from stemkv.engine import EngineConfig
 
 __all__ = ["BESIDE", "LIKES_HITS", "NOSY", "OWN", "Turns", "try_turns"]
 
@@ -135,17 +130,12 @@ class _Line:
 
     def __init__(self, name: str, setting: Setting) -> None:
         self._setting = setting
-        config = CacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
-        self._cache = PrefixCache(config, Retention(EvictionConfig().make(config)))
+        self._core = _make(name)
         self._head = b""
         if setting.has_public_head:
             head = made_up_prompt("head", 1, num_more=0)
             self._head = head.buffer
-            self._cache.declare_public(_NAMESPACE, head)
-        order, costs = _make(name)
-        self._scheduler = Scheduler(
-            SchedulerConfig(max_num_running=1), self._cache, order, costs=costs
-        )
+            self._core.declare(_NAMESPACE, head)
         self._now = 0.0
 
     def prompt(self, name: str) -> TokenIds:
@@ -156,7 +146,7 @@ class _Line:
         """Queue a request."""
         domain = self._setting.sharing.domain(tenant)
         assert domain is not None, "everybody shares at least with itself here"
-        self._scheduler.add(
+        self._core.add(
             RequestSpec(
                 request_id=RequestId(request_id),
                 prompt=prompt,
@@ -173,28 +163,30 @@ class _Line:
         """Step until nothing is in flight; return the ids in the order of starts."""
         started: list[str] = []
         for _ in range(_MOST_STEPS):
-            if not self._scheduler.has_work:
+            if not self._core.scheduler.has_work:
                 return tuple(started)
             self._now += 1
-            plan = self._scheduler.schedule(self._now)
+            plan = self._core.schedule(self._now)
             samples = {
                 chunk.request_id: (Sample(0),) * chunk.num_samples
                 for chunk in plan.chunks
                 if chunk.num_samples
             }
-            events = self._scheduler.commit(plan, StepResult(samples), self._now)
+            events = self._core.commit(plan, StepResult(samples), self._now)
             started += [e.request_id for e in events if isinstance(e, RequestAdmitted)]
         raise AssertionError("a few small requests are done in a few steps")
 
 
-def _make(name: str) -> tuple[Order, CostModel | None]:
-    """Return an order as an engine makes it by default, and what it predicts with."""
+def _make(name: str) -> Core:
+    """Return a core with an order as an engine makes it by default."""
+    config = CoreConfig(
+        cache=CacheConfig(num_blocks=64, block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(max_num_running=1),
+    )
     if name == NOSY:
         # By all that is cached, whoever may know of it: what `RequestQueue` is to prevent
         # by asking for the key a second time, with what is public only.
-        return Ranked(lambda request, _: (-request.num_ready,)), None
-    config = EngineConfig().order
-    if name == "deadline":
-        slo = {_CLASS: 60.0}
-        return replace(config, name=name, slo_ttft_s=slo).make(_COSTS), _COSTS
-    return replace(config, name=name).make(), None
+        return Core(config, order=Ranked(lambda request, _: (-request.num_ready,)))
+    slo = {_CLASS: 60.0} if name == "deadline" else {}
+    order = replace(config.order, name=name, slo_ttft_s=slo)
+    return Core(replace(config, order=order, books=None), _COSTS if slo else None)

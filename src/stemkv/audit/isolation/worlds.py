@@ -13,9 +13,12 @@ import random
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from stemkv.core.core import CoreConfig
+from stemkv.core.prefix.config import CacheConfig
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.prefix.sharing import Sharing, SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
+from stemkv.core.schedule.config import SchedulerConfig
 from stemkv.core.schedule.events import Event
 from stemkv.core.schedule.request import RequestId
 from stemkv.engine import (
@@ -116,9 +119,13 @@ class World:
             EngineConfig(
                 numerics=numerics,
                 kv_memory_bytes=num_blocks * bytes_per_block,
-                block_size=BLOCK_SIZE,
-                token_budget=token_budget,
-                max_num_running=min(64, token_budget),
+                core=CoreConfig(
+                    cache=CacheConfig(block_size=BLOCK_SIZE),
+                    scheduler=SchedulerConfig(
+                        token_budget=token_budget,
+                        max_num_running=min(64, token_budget),
+                    ),
+                ),
                 sharing=setting.sharing,
                 quotas=quotas,
                 num_threads=num_threads,

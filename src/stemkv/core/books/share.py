@@ -15,7 +15,8 @@ class ShareOfWork:
     """What a request found ahead of itself, and what ran until its first token.
 
     Prefill tokens. `backlog` are those of all that waited or were unfinished when it
-    came, itself included; `own_backlog` of its tenant's alone.
+    came, itself included; `own_backlog` of its tenant's alone. Of that, `own_lost` had to
+    be computed besides: it was cached then, or computed, and was evicted since.
     """
 
     backlog: int = 0
@@ -24,6 +25,10 @@ class ShareOfWork:
     own_run_before: int = 0
     run: int | None = None  # by all, from then to its first token; None: not yet
     own_run: int | None = None
+    own_lost: int = 0  # known with the first token
+    wanted: int = 0  # of itself, when it was last looked at
+    number: int | None = None  # among its tenant's that came; None: it has not come
+    own_lost_before: int = 0  # lost by its tenant when it came
 
     @property
     def ratio(self) -> float | None:
@@ -31,3 +36,10 @@ class ShareOfWork:
         if self.own_run is None:
             return None
         return self.own_run / max(1, self.own_backlog)
+
+    @property
+    def ratio_with_lost(self) -> float | None:
+        """The same, with what was evicted of the work ahead counted as ahead."""
+        if self.own_run is None:
+            return None
+        return self.own_run / max(1, self.own_backlog + self.own_lost)

@@ -36,7 +36,13 @@ class BlockPool:
     Every other request for a transition raises `InvariantError`.
     """
 
-    __slots__ = ("_free", "_num_published", "_published", "_ref_counts")
+    __slots__ = (
+        "_free",
+        "_num_published",
+        "_num_shares",
+        "_published",
+        "_ref_counts",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         # Popped from the end: low ids first, and a freed block is reused soonest,
@@ -45,6 +51,7 @@ class BlockPool:
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._published = bytearray(num_blocks)
         self._num_published = 0
+        self._num_shares = 0  # references beyond the first, of all blocks
 
     @property
     def num_total(self) -> int:
@@ -75,6 +82,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         """Return how many block tables hold the block privately."""
         return self._ref_counts[block_id]
+
+    @property
+    def num_shares(self) -> int:
+        """References to private blocks beyond the first of each."""
+        return self._num_shares
 
     def num_leading_unshared(self, block_ids: Iterable[int]) -> int:
         """Return how many of the leading blocks have exactly one private reference."""
@@ -110,6 +122,7 @@ class BlockPool:
                     f"retain of block {block_id}, which is {self.state(block_id).value}"
                 )
             self._ref_counts[block_id] += 1
+            self._num_shares += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to private blocks; the last one frees the block."""
@@ -125,6 +138,8 @@ class BlockPool:
             ref_counts[block_id] = count - 1
             if count == 1:
                 free.append(block_id)
+            else:
+                self._num_shares -= 1
 
     def publish(self, block_ids: Iterable[int]) -> None:
         """Move private blocks with one reference into the prefix tree's ownership."""
@@ -147,7 +162,7 @@ class BlockPool:
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Free published blocks that the prefix tree dropped."""
         published, free = self._published, self._free
-        num_free = len(free)
+        append, num_free = free.append, len(free)
         try:
             for block_id in block_ids:
                 if not published[block_id]:
@@ -156,7 +171,7 @@ class BlockPool:
                         f"{self.state(block_id).value}"
                     )
                 published[block_id] = 0
-                free.append(block_id)
+                append(block_id)
         finally:
             self._num_published -= len(free) - num_free
 

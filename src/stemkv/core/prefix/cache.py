@@ -30,7 +30,7 @@ from stemkv.core.prefix.keeper import Keeper, Waiting
 from stemkv.core.prefix.residency import Residency, descendants
 from stemkv.core.prefix.room import Demand, Room
 from stemkv.core.prefix.table import BlockCopy, BlockTable, Lease
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
 from stemkv.core.prefix.tree import Match, Node, PartialBlock
 from stemkv.core.prefix.watcher import Caller, Publication, Watcher
 from stemkv.errors import DoubleRelease, InvariantError, PromptTooLong
@@ -260,9 +260,11 @@ class PrefixCache:
         Raises `PromptTooLong` when the domain could not have so many even if alone.
         """
         check_now(now)
+        check_namespace(namespace)
+        check_domain(domain)
         tokens = token_buffer(tokens)
+        match = self.residency.match(namespace, domain, tokens)
         self._check_demand(demand, domain, len(tokens) // TOKEN_BYTES)
-        match = self._match(namespace, domain, tokens)
         if self._room.num_missing(match, domain, demand):
             return None
         partial = match.partial
@@ -277,11 +279,7 @@ class PrefixCache:
             num_public_blocks=self.residency.num_public_blocks(namespace, tokens),
         )
         self.residency.begin()
-        partial = self._plant(lease, match, partial, now)
-        table = array("i")
-        if lease.node is not None:
-            for step in lease.node.path():
-                table.extend(step.block_ids)
+        partial, table = self._plant(lease, match, partial, now)
         num_published = len(table)
         num_fresh = self.num_blocks_for(demand.num_slots) - num_published
         table.extend(self._allocate(num_fresh, lease, now))
@@ -345,7 +343,11 @@ class PrefixCache:
         return True, (BlockCopy(source, target[0], offset) if offset else None)
 
     def publish(
-        self, lease: Lease, tokens: bytes | TokenIds, num_computed: int, now: float
+        self,
+        lease: Lease,
+        tokens: bytes | TokenBuffer | TokenIds,
+        num_computed: int,
+        now: float,
     ) -> int:
         """Make the whole blocks of `tokens[:num_computed]` matchable.
 
@@ -507,13 +509,10 @@ class PrefixCache:
         return tokens[: num_blocks * self.tree.block_bytes]
 
     def _check_demand(self, demand: Demand, domain: Domain, num_tokens: int) -> None:
-        check_domain(domain)
         if demand.num_slots < num_tokens:
             raise InvariantError(f"{demand.num_slots} slots for {num_tokens} tokens")
-        num_needed, num_most = (
-            self.num_blocks_for(demand.num_slots),
-            self.most_blocks(domain),
-        )
+        num_needed = self.num_blocks_for(demand.num_slots)
+        num_most = self.most_blocks(domain)
         if num_needed > num_most:
             raise PromptTooLong(
                 f"{demand.num_slots} tokens need {num_needed} blocks but the domain "
@@ -543,23 +542,24 @@ class PrefixCache:
             domain=domain,
             owner=owner,
             session=hints.session,
-            hint=self.keeper.digit(owner, hints),
+            hint=0 if hints is NO_HINTS else self.keeper.digit(owner, hints),
             first_ephemeral_block=first_ephemeral,
         )
 
     def _plant(
         self, lease: Lease, match: Match, partial: PartialBlock | None, now: float
-    ) -> PartialBlock | None:
-        """Pin what matched for the lease; return the copy's source.
+    ) -> tuple[PartialBlock | None, array[int]]:
+        """Pin what matched for the lease; return the copy's source and the blocks.
 
         Pins before anything is allocated, so that the allocation cannot evict it.
         """
+        table = array("i")
         if lease.namespace is None:
-            return None
+            return None, table
         node = match.node
         if node is None:
             lease.node = self.tree.root(lease.namespace)
-            return None
+            return None, table
         if match.num_node_blocks < node.num_blocks:
             lower = node
             node = self.residency.split(lower, match.num_node_blocks, now)
@@ -574,7 +574,9 @@ class PrefixCache:
             self.residency.pin(partial.node, now)
             self.residency.use(beyond, lease.caller, now)
         lease.node = node
-        return partial
+        for step in path:
+            table.extend(step.block_ids)
+        return partial, table
 
     def _publish_run(
         self, lease: Lease, domain: Domain, tokens: bytes, stop: int, now: float
@@ -613,6 +615,8 @@ class PrefixCache:
         Usually a fork shares no full block, as those are published before it. The
         blocks of a span that was too little to tell are an exception.
         """
+        if self.pool.num_shares == 0:
+            return end
         start = lease.num_published_blocks
         own = lease.table.ids(start, end)
         num_own = self.pool.num_leading_unshared(own)

@@ -5,24 +5,39 @@ Owns limits and defaults. Environment variables and files are somebody else's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from stemkv.errors import ConfigError
 
-__all__ = ["CacheConfig", "at_least", "is_number"]
+__all__ = ["CacheConfig", "at_least", "is_number", "knob", "knob_of"]
+
+T = TypeVar("T")
+
+
+def knob(default: T, says: str) -> T:
+    """Return a field of a setting, with what is said to people who may change it."""
+    return field(default=default, metadata={"help": says})
+
+
+def knob_of(make: Callable[[], T], says: str) -> T:
+    """Return the same for a setting whose default has to be made each time."""
+    return field(default_factory=make, metadata={"help": says})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """How much KV memory there is and how it is cut."""
 
-    num_blocks: int
-    block_size: int = 16  # tokens; small: finer sharing, large: cheaper bookkeeping
+    num_blocks: int = 1  # whose driver has bytes says how many (`CoreConfig.sized`)
+    # Small: finer sharing, large: cheaper bookkeeping.
+    block_size: int = knob(16, "Tokens per block.")
     max_kept_share: float = 0.5  # of the blocks, that an operator may keep
 
     def __post_init__(self) -> None:
-        for field in ("num_blocks", "block_size"):
-            at_least(field, getattr(self, field), 1)
+        for name in ("num_blocks", "block_size"):
+            at_least(name, getattr(self, name), 1)
         if not is_number(self.max_kept_share) or not 0.0 <= self.max_kept_share <= 1.0:
             raise ConfigError(
                 f"max_kept_share must be a number in [0, 1], "

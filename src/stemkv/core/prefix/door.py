@@ -7,9 +7,10 @@ is checked where `TokenIds` are made.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from stemkv.core.prefix.identity import Domain
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
 from stemkv.errors import RequestError, TokenOutOfRange
 
 __all__ = ["check_domain", "check_namespace", "check_now", "token_buffer"]
@@ -18,11 +19,13 @@ _NAMESPACE_BYTES = 32  # SHA-256
 _INF = math.inf
 
 
-def token_buffer(tokens: bytes | TokenIds) -> bytes:
+def token_buffer(tokens: bytes | TokenBuffer | TokenIds) -> bytes:
     """Return the buffer of token ids, 4 bytes each."""
     if not isinstance(tokens, bytes):
         if isinstance(tokens, TokenIds):
             return tokens.buffer
+        if isinstance(tokens, TokenBuffer):
+            return cast(bytes, tokens)  # it reads as bytes do
         raise TokenOutOfRange(
             f"tokens must be TokenIds or their bytes, got {type(tokens).__name__}; "
             f"TokenIds.from_ids and from_buffer convert",

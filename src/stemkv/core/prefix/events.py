@@ -2,7 +2,8 @@
 
 Events carry block ids, counts, domains and times, never a token. With them an exporter
 can tell others which blocks hold what: it knows the tokens of its own requests, and a
-block by its id until that block is dropped.
+block by its id until that block is dropped. Ids tell of everybody's traffic: they are for the
+operator, and no tenant may see them.
 """
 
 from __future__ import annotations

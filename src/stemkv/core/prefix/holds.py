@@ -291,9 +291,10 @@ class BlockHolds(Watcher):
             if self._num_held[node_id] == 0:
                 if node_id in self._pinned:
                     self._unpin(node, now)
-            elif node.ref_count == 0:
+                continue
+            if node.ref_count == 0:
                 self._pin(node, now)
-            elif node_id in self._pinned and node.ref_count == 1:
+            if node_id in self._pinned and node.ref_count == 1:
                 self._cut_tail(node, now)
 
     def _cut_tail(self, node: Node, now: float) -> None:

@@ -91,6 +91,19 @@ class Identities:
             identity = replace(identity, start_position=start_position)
         return identity
 
+    def peek_namespace(
+        self, adapter: str | None = None, *, start_position: int = 0
+    ) -> bytes | None:
+        """Return what `namespace` would, and remember nothing."""
+        try:
+            return self._namespaces[adapter, start_position]
+        except (KeyError, TypeError):  # what has no hash is refused below
+            pass
+        identity = self.identity(adapter, start_position=start_position)
+        if start_position and self._num_shifted >= _MAX_SHIFTED:
+            return None
+        return identity.namespace()
+
     # Verbs
 
     def namespace(
@@ -100,17 +113,14 @@ class Identities:
 
         Remembered, so a repeated question is one lookup. Raises `UnknownAdapter`.
         """
+        namespace = self.peek_namespace(adapter, start_position=start_position)
         key = (adapter, start_position)
-        try:
-            return self._namespaces[key]
-        except (KeyError, TypeError):  # what has no hash is refused below
-            pass
-        identity = self.identity(adapter, start_position=start_position)
-        if start_position:
-            if self._num_shifted >= _MAX_SHIFTED:
-                return None
-            self._num_shifted += 1
-        namespace = self._namespaces[key] = identity.namespace()
+        if key not in self._namespaces:
+            if start_position:
+                if self._num_shifted >= _MAX_SHIFTED:
+                    return None
+                self._num_shifted += 1
+            self._namespaces[key] = namespace
         return namespace
 
     def namespaces(self) -> tuple[bytes, ...]:

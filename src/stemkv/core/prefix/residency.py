@@ -104,6 +104,8 @@ class Residency:
         if namespace is None:
             return 0
         num_bytes = self.standing.num_public_bytes(namespace, tokens)
+        if num_bytes == 0:
+            return 0
         return self.blocks_outside_span(tokens, num_bytes // self.tree.block_bytes)
 
     def domain_of_next(
@@ -391,7 +393,8 @@ class Residency:
                 end = self.blocks_outside_span(run.tokens, start + num_alike)
                 stop = end if end > start else stop
             run.keys = keys[: stop - start]
-        run.block_ids = run.block_ids[: stop - start]
+        if stop != run.stop:
+            run.block_ids = run.block_ids[: stop - start]
 
     def _evict_over_cap(self, domain: Domain, now: float) -> None:
         self.keeper.look_ahead(now)

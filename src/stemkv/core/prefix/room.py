@@ -84,8 +84,10 @@ class Room:
 
     def _num_below(self, num_retained: int, num_fresh: int, num_used: int) -> int:
         """Return how far evicting for fresh blocks would go below what is retained."""
+        if num_retained == 0:
+            return 0
         num_evicted = num_fresh - self._pool.num_free
-        if num_evicted <= 0 or num_retained == 0:
+        if num_evicted <= 0:
             return 0
         return num_retained - (self._tree.num_unpinned_blocks - num_used - num_evicted)
 

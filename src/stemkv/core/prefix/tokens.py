@@ -23,6 +23,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from stemkv.errors import RequestError, TokenOutOfRange
 
@@ -30,6 +31,7 @@ __all__ = [
     "MIN_SPAN_TOKENS",
     "TOKEN_BYTES",
     "Span",
+    "TokenBuffer",
     "TokenIds",
     "common_prefix_bytes",
     "end_outside_span",
@@ -197,6 +199,21 @@ class TokenIds:
         return f"TokenIds(<{len(self)} tokens>)"
 
 
+class TokenBuffer(bytearray):
+    """Token ids that grow at their end, where `bytes` would be copied for each token.
+
+    Read as `bytes` are: a slice is immutable and only as long as what was asked for.
+    Whoever is handed one takes slices and never keeps it.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        return bytes(part) if isinstance(part, bytearray) else part
+
+    def __add__(self, other: Any) -> Any:
+        return b"".join((self, other))
+
+
 def end_outside_span(tokens: bytes, num_tokens: int) -> int:
     """Return the last position up to `num_tokens` at which a match may end.
 
@@ -217,7 +234,7 @@ def end_outside_span(tokens: bytes, num_tokens: int) -> int:
 def common_prefix_bytes(
     left: bytes | bytearray,
     left_start: int,
-    right: bytes,
+    right: bytes | bytearray,
     right_start: int,
     limit: int,
 ) -> int:

@@ -21,9 +21,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from stemkv.core.prefix.identity import PUBLIC, Domain, DomainKind
-from stemkv.core.prefix.tokens import TOKEN_BYTES, common_prefix_bytes
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, common_prefix_bytes
 from stemkv.errors import InvariantError
 
 __all__ = ["Match", "Node", "PartialBlock", "PrefixTree"]
@@ -329,6 +330,9 @@ class PrefixTree:
         """Lengthen a leaf that exactly one lease pins; the tree owns the blocks."""
         if node.ref_count != 1 or node.children:
             raise InvariantError("only a leaf with a single lease can be extended")
+        if isinstance(node.edge, bytes):
+            # Decodes lengthen it block by block: its length must not count each time.
+            node.edge = cast(bytes, TokenBuffer(node.edge))
         node.edge += edge
         node.block_ids.extend(block_ids)
         self._num_blocks += len(block_ids)

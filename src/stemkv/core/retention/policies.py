@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemkv.core.books.cost import CostModel
-from stemkv.core.prefix.config import CacheConfig
+from stemkv.core.prefix.config import CacheConfig, knob
 from stemkv.core.retention.policy import (
     EvictionPolicy,
     Gdsf,
@@ -41,7 +41,7 @@ class EvictionConfig:
     """
 
     name: str = "reuse_index"
-    objective: str = "tokens"
+    objective: str = knob("tokens", "What eviction shall save: tokens or seconds.")
 
     def __post_init__(self) -> None:
         if self.name not in EVICTIONS:

@@ -40,9 +40,11 @@ class Admission:
         """Forget that nobody could start."""
         self._blocked_at = None
 
-    def try_to_start(self, pick: Pick, step: Step, now: float) -> bool:
+    def try_to_start(
+        self, request: Request, pick: Pick, step: Step, now: float
+    ) -> bool:
         """Start a waiting request if nothing is against it; else the order hears why."""
-        lives, request = self._lives, pick.request
+        lives = self._lives
         if not lives.epochs.is_open_to(request):
             # What it shall run on is not in place yet.
             lives.epochs.hold(request)
@@ -53,9 +55,8 @@ class Admission:
             lives.sessions.hold(request)
             lives.hold(request, WaitReason.SESSION, now)
             return False
-        num_places = lives.running.num_places + request.num_places_needed
-        if num_places > self._config.max_num_running:
-            self._cannot_start(pick, WaitReason.PLACES, now)
+        if len(lives.running) >= lives.max_num_running:
+            self._cannot_start(request, pick, WaitReason.PLACES, step, now)
             return False
         if self._hold_for_leader(request, step, now):
             return False
@@ -74,18 +75,28 @@ class Admission:
         )
         if lease is None:
             self._note_stall(request, demand, now)
-            self._cannot_start(pick, WaitReason.MEMORY, now)
+            self._cannot_start(request, pick, WaitReason.MEMORY, step, now)
             return False
         lives.start(request, lease, now)
         return True
 
     # Private
 
-    def _cannot_start(self, pick: Pick, reason: WaitReason, now: float) -> None:
-        lives = self._lives
-        lives.journal.waits(pick.request, reason, now)
-        if not lives.line.order.cannot_start(pick):
-            lives.line.order.pass_over(pick)
+    def _cannot_start(
+        self,
+        request: Request,
+        pick: Pick,
+        reason: WaitReason,
+        step: Step,
+        now: float,
+    ) -> None:
+        lives, order = self._lives, self._lives.line.order
+        lives.journal.waits(request, reason, now)
+        if not order.cannot_start(pick):
+            return
+        victim = order.yields_to(pick, lives.running.all)
+        if victim is not None:
+            lives.take_back(victim, step, now)
         elif not lives.followers.holds and not lives.sessions.has_limits:
             # Who is held may go on for reasons that are no part of this state.
             self._blocked_at = self._state()
@@ -138,7 +149,6 @@ class Admission:
             lives.num_added,
             len(lives.line),
             lives.running.num_moves,
-            lives.running.num_places,  # a sample may end and leave all to others
             cache.num_available_blocks,
             cache.num_lendable_blocks,
             cache.tree.num_nodes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stemkv.core.prefix.config import at_least, is_number
+from stemkv.core.prefix.config import at_least, is_number, knob
 from stemkv.errors import ConfigError
 
 __all__ = ["SchedulerConfig"]
@@ -15,18 +15,21 @@ __all__ = ["SchedulerConfig"]
 class SchedulerConfig:
     """Limits of one step and of one request."""
 
-    token_budget: int = 512  # most tokens computed in one step
-    max_num_running: int = 64  # most requests holding blocks at once
+    token_budget: int = knob(512, "Most tokens in one step.")
+    max_num_running: int = knob(64, "Most requests in one step.")  # holding blocks
     max_request_tokens: int | None = None  # prompt + output; None: as the cache allows
     max_steps_awaiting: int = 256  # steps a request waits for another's prefill
     watermark: float = 0.01  # share of blocks that admission leaves for growth
     # Waiting requests, from the front, whose cached prefixes go late when memory is
     # short; 0: eviction does not look at the queue.
     lookahead: int = 32
-    # Predicted seconds that a step may take, besides its token budget, so that decodes
-    # beside long prompts get their next token in time: 0.8 of the time per output token
-    # that is promised is a good choice. `None`: as long as its tokens take.
-    step_time_s: float | None = None
+    # Seconds, besides the token budget, so that decodes beside long prompts get their
+    # next token in time.
+    step_time_s: float | None = knob(
+        None,
+        "that a step with prefills may take, as predicted; 0.8 of the promised time per "
+        "token is a good choice [default: the budget alone].",
+    )
     # Blocks of retained prefixes that admission leaves, however many wait. 0 is best
     # for open traffic; fleets of agents that outgrow memory may gain from more.
     retained_floor_blocks: int = 0

@@ -56,10 +56,10 @@ class Followers:
         if end > request.num_tokens - 1:
             return None  # no whole block of it may be matched
         begin = index * self._size * TOKEN_BYTES
-        block = request.tokens[begin : end * TOKEN_BYTES]
+        block = request.growing_tokens[begin : end * TOKEN_BYTES]
         for leader in prefills:
             # Most differ in that one block already.
-            if leader.tokens.startswith(block, begin) and self._will_publish(
+            if leader.growing_tokens.startswith(block, begin) and self._will_publish(
                 leader, request, index, end
             ):
                 return leader
@@ -150,14 +150,18 @@ class Followers:
             and lease.num_published_blocks <= index
             and self._cache.domain_of_next(lease, index)
             in (PUBLIC, follower.spec.domain)
-            and leader.tokens.startswith(follower.tokens[: end * TOKEN_BYTES])
+            and leader.growing_tokens.startswith(
+                follower.growing_tokens[: end * TOKEN_BYTES]
+            )
         )
 
     def _num_shared(self, leader: Request, follower: Request) -> int:
         """Return how many leading tokens a prefill computes for another to see."""
-        limit = min(len(leader.tokens), len(follower.tokens))
+        limit = min(len(leader.growing_tokens), len(follower.growing_tokens))
         if leader.spec.domain != follower.spec.domain:
             size = self._size * TOKEN_BYTES
             limit = min(limit, leader.held.num_public_blocks * size)
-        same = common_prefix_bytes(leader.tokens, 0, follower.tokens, 0, limit)
+        same = common_prefix_bytes(
+            leader.growing_tokens, 0, follower.growing_tokens, 0, limit
+        )
         return same // TOKEN_BYTES

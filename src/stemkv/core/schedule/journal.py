@@ -39,7 +39,11 @@ class Journal:
 
     def wants(self, request: Request) -> None:
         """Note how much is left of a request that waits or is unfinished."""
-        num_left = request.num_tokens - request.num_ready
+        num_left, share = request.num_tokens - request.num_ready, request.share
+        has_come = share.number is not None or request.sample > 0
+        if has_come and num_left > share.wanted:
+            self.service.lost(share, request.spec.owner, num_left - share.wanted)
+        share.wanted = num_left
         self.service.wants(request.request_id, request.spec.owner, num_left)
 
     def wants_no_more(self, request: Request) -> None:
@@ -139,6 +143,7 @@ class Journal:
     def ended(self, request: Request, now: float) -> None:
         """Note a request's end."""
         self.waits(request, None, now)
+        self.service.waits_no_more(request.share, request.spec.owner)
         self.service.let_go(request.spec.owner)
         if self.ledger is None:
             return

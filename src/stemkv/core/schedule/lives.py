@@ -39,6 +39,7 @@ from stemkv.core.schedule.request import (
 )
 from stemkv.core.schedule.running import Running
 from stemkv.core.schedule.sessions import SessionConfig, SessionGate
+from stemkv.core.schedule.step import Step
 
 __all__ = ["Lives"]
 
@@ -56,6 +57,7 @@ class Lives:
         sessions: SessionConfig | None,
     ) -> None:
         self.cache = cache
+        self.max_num_running = config.max_num_running
         self.outbox: Outbox[Event] = Outbox()
         self.journal = Journal(ledger)
         self.running = Running()
@@ -112,7 +114,7 @@ class Lives:
         now: float,
     ) -> None:
         """Let a request begin again as if just added, at its place in the order."""
-        num_samples = request.num_places_needed
+        num_samples = request.num_samples
         self.wake(request)
         num_output = request.num_output_tokens
         if request.state is RequestState.RUNNING:
@@ -179,7 +181,7 @@ class Lives:
         self.journal.waits(request, None, now)
         self.journal.started(request, self._num_awaitable, now)
         self.running.prefills[request.request_id] = request
-        self._run(request, request.num_places_needed)
+        self._run(request)
         request.count_matched(num_matched, copied)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
@@ -208,9 +210,8 @@ class Lives:
             child.epoch = request.epoch
             child.lease = self.cache.fork(request.held, now)
             self._take_in(child)
-            self._run(child, 1)
+            self._run(child)
             children.append(child)
-        self.running.share_places(request)
         self.outbox.put(
             RequestForked(
                 now=now,
@@ -248,7 +249,13 @@ class Lives:
         request.num_computed = 0
         self.running.remove(request)
 
-    def preempt(self, request: Request, now: float) -> None:
+    def preempt(
+        self,
+        request: Request,
+        now: float,
+        *,
+        reason: WaitReason = WaitReason.PREEMPTED,
+    ) -> None:
         """Take a running request's blocks; keep what it computed, if it may share."""
         self.outbox.put(
             RequestPreempted(
@@ -261,8 +268,16 @@ class Lives:
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         request.num_steps_awaiting = 0
-        self.journal.waits(request, WaitReason.PREEMPTED, now)
+        self.journal.waits(request, reason, now)
         self.line.add(request)
+
+    def take_back(self, request: Request, step: Step, now: float) -> None:
+        """Preempt a request while a step is planned, with what that has for it."""
+        if request.is_coasting:
+            self.wake(request)
+            step.budget += 1  # what was kept for it
+        step.drop(request)
+        self.preempt(request, now)
 
     # Ends
 
@@ -295,9 +310,9 @@ class Lives:
         self._by_root.setdefault(root, {})[request.request_id] = request
         self.epochs.enter(request)
 
-    def _run(self, request: Request, num_places: int) -> None:
+    def _run(self, request: Request) -> None:
         self.sessions.started(request)
-        self.running.add(request, num_places)
+        self.running.add(request)
 
     def _num_awaitable(self, request: Request) -> int:
         return self.followers.num_awaitable(request, self.running.prefills.values())

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stemkv.core.books.cost import CostModel
-from stemkv.core.prefix.config import is_number
+from stemkv.core.prefix.config import is_number, knob, knob_of
 from stemkv.core.schedule.order import Dfs, Fair, Fcfs, Lpm, Order, Residual
 from stemkv.core.schedule.order.keys import latest_start, work_left
 from stemkv.errors import ConfigError
@@ -28,22 +28,35 @@ class OrderConfig:
     """
 
     name: str = "fair"
-    # k: of each tenant's prefill tokens one in k goes to its oldest request. Larger: a
-    # better middle and a longer worst wait.
-    lane: int = 4
-    # Weighted tokens that a tenant of weight 1 gets in a round. Smaller: a smaller gap
-    # between tenants; larger: more in a row for a tenant with a working set of its own.
-    quantum: int = 8192
-    decode_weight: float = 2.0  # what a decoded token counts, in prefill tokens
-    # Whether an unfinished prefill may wait while another request goes on. Shortens the
-    # usual wait where computing is short, and lengthens it where memory is, as paused
-    # prefills hold theirs. Of `residual` as well.
-    pauses_prefills: bool = True
-    weights: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by tenant, 1 for others
-    # Of `deadline`: by request class, seconds from arrival to the first token.
-    slo_ttft_s: Mapping[str, float] = field(default_factory=dict)
+    # Larger: a better middle and a longer worst wait.
+    lane: int = knob(
+        4,
+        "fair: one in so many of a tenant's prefill tokens goes to its oldest request; "
+        "bounds everybody's wait.",
+    )
+    # Smaller: a smaller gap between tenants; larger: more in a row for a tenant with a
+    # working set of its own.
+    quantum: int = knob(
+        8192, "fair: tokens a tenant gets in a round, times its weight."
+    )
+    decode_weight: float = knob(
+        2.0, "fair: what a decoded token counts, in prefill tokens."
+    )
+    # Shortens the usual wait where computing is short, and lengthens it where memory is,
+    # as paused prefills hold theirs.
+    pauses_prefills: bool = knob(
+        True,
+        "fair, residual: an unfinished prefill may wait while others go on; better where "
+        "computing is short, worse where memory is.",
+    )
+    weights: Mapping[str, float] = knob_of(
+        dict, "fair: of tenants, as in acme=2,globex=0.5."
+    )
+    slo_ttft_s: Mapping[str, float] = knob_of(
+        dict,
+        "deadline: seconds to the first token by class, as in acme=2,globex=10; in a "
+        "replay the class of a request is its tenant.",
+    )
 
     def __post_init__(self) -> None:
         if self.name not in ORDERS:

@@ -89,15 +89,17 @@ class Planner:
             pick = self._order.pick()
             if pick is None:
                 return
-            if pick.request.state is RequestState.RUNNING:
-                self._plan_prefill(pick, step, now)
-            elif self._admission.try_to_start(pick, step, now):
-                self._plan_prefill(pick, step, now)
+            request = self._lives[pick.request.request_id]
+            if request.state is RequestState.RUNNING:
+                self._plan_prefill(request, pick, step, now)
+            elif self._admission.try_to_start(request, pick, step, now):
+                self._plan_prefill(request, pick, step, now)
                 self._lives.follow_moves()  # what it evicted others may have matched
 
-    def _plan_prefill(self, pick: Pick, step: Step, now: float) -> None:
+    def _plan_prefill(
+        self, request: Request, pick: Pick, step: Step, now: float
+    ) -> None:
         """Plan as much of an unfinished prefill as pick and step allow."""
-        request = pick.request
         if not self._make_writable(request, step, now):
             return
         start = step.end_of(request)
@@ -135,11 +137,7 @@ class Planner:
                         step.copies.append(copy)
                     return True
             victim = self._order.victim(lives.running.all)
-            if victim.is_coasting:
-                lives.wake(victim)
-                step.budget += 1  # what was kept for it
-            step.drop(victim)
-            lives.preempt(victim, now)
+            lives.take_back(victim, step, now)
             step.has_preempted = True
             if victim is request:
                 return False

@@ -23,8 +23,9 @@ from stemkv.core.books.waits import Waits
 from stemkv.core.prefix.door import check_domain, check_namespace
 from stemkv.core.prefix.hints import NO_HINTS, Hints
 from stemkv.core.prefix.identity import PUBLIC, Domain
+from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.table import Lease
-from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenIds
+from stemkv.core.prefix.tokens import TOKEN_BYTES, TokenBuffer, TokenIds
 from stemkv.errors import (
     EmptyPrompt,
     InvalidLimit,
@@ -186,6 +187,7 @@ class Request:
     __slots__ = (
         "_buffer",
         "_num_prompt",
+        "_num_tokens",
         "counts",
         "epoch",
         "finish_reason",
@@ -199,7 +201,6 @@ class Request:
         "num_cached",
         "num_computed",
         "num_counted",
-        "num_places",
         "num_preemptions",
         "num_public",
         "num_steps_awaiting",
@@ -228,7 +229,6 @@ class Request:
         self.num_computed = 0  # leading tokens whose KV is in the table
         self.num_counted = 0  # leading tokens that `counts` has seen
         self.counts = TokenCounts()
-        self.num_places = 0  # of `max_num_running`, while it runs
         self.num_preemptions = 0
         self.num_steps_awaiting = 0  # steps spent waiting for somebody's prefill
         self.is_cancelled = False  # cancelled while its step was in flight
@@ -239,7 +239,8 @@ class Request:
         self.waits = Waits(spec.arrival_s)
         self.first_scheduled_s: float | None = None
         self.finish_reason: FinishReason | None = None
-        self._buffer = spec.prompt.buffer
+        self._buffer: bytes | TokenBuffer = spec.prompt.buffer
+        self._num_tokens = len(spec.prompt)
         self._num_prompt = len(spec.prompt)  # asked for at every step
 
     @property
@@ -249,13 +250,21 @@ class Request:
 
     @property
     def tokens(self) -> bytes:
-        """Prompt and output so far, int32 little-endian."""
+        """Prompt and output so far, int32 little-endian; copied once there is output.
+
+        O(tokens) then: for what happens once, not at every step.
+        """
+        return bytes(self._buffer)
+
+    @property
+    def growing_tokens(self) -> bytes | TokenBuffer:
+        """The same, not copied: to be read at once and not kept."""
         return self._buffer
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output so far."""
-        return len(self._buffer) // TOKEN_BYTES
+        return self._num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -265,7 +274,7 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self._buffer) // TOKEN_BYTES - self._num_prompt
+        return self._num_tokens - self._num_prompt
 
     @property
     def num_remaining(self) -> int:
@@ -294,8 +303,12 @@ class Request:
         """Whether it waits, or has started and its prefill is not done."""
         return self.state is not RequestState.RUNNING or self.is_unfinished
 
+    def as_waiting(self) -> Waiting:
+        """What it will look up, for eviction to know."""
+        return Waiting(self.namespace, self.spec.domain, self.tokens)
+
     @property
-    def num_places_needed(self) -> int:
+    def num_samples(self) -> int:
         """How many requests this one is, or will be once it forks."""
         if self.num_output_tokens or self.sample:
             return 1
@@ -315,11 +328,14 @@ class Request:
 
     def append(self, token: int) -> None:
         """Add an output token."""
-        self._buffer += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.extend(token.to_bytes(TOKEN_BYTES, "little", signed=True))
 
     def extend(self, tokens: bytes) -> None:
         """Add output tokens, int32 little-endian."""
+        if isinstance(self._buffer, bytes):
+            self._buffer = TokenBuffer(self._buffer)
         self._buffer += tokens
+        self._num_tokens += len(tokens) // TOKEN_BYTES
 
     def count_matched(self, num_matched: int, num_copied: int) -> None:
         """Count prompt tokens that need no first computation, each at most once."""
@@ -363,6 +379,7 @@ class Request:
         self.num_steps_awaiting = 0
         self.counts = TokenCounts(discarded=counts.discarded + discarded)
         self._buffer = self.spec.prompt.buffer
+        self._num_tokens = self._num_prompt
 
     def become_sample(self, parent: Request, sample: int) -> None:
         """Take over the progress of the request whose prefill this one shares."""

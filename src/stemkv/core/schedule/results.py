@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stemkv.core.books.waits import WaitReason
 from stemkv.core.schedule.events import TokenSampled
 from stemkv.core.schedule.lives import Lives
 from stemkv.core.schedule.plan import Chunk, Sample, StepPlan, StepResult
-from stemkv.core.schedule.request import FinishReason, Request
+from stemkv.core.schedule.request import FinishReason, Request, RequestState
 from stemkv.errors import InvariantError
 
 __all__ = ["Results"]
@@ -100,7 +101,7 @@ class Results:
         if not samples or any(s.stop is not FinishReason.FAILED for s in samples):
             # KV from which no sound logits followed must not be handed on.
             num_added = lives.cache.publish(
-                request.held, request.tokens, request.num_computed, now
+                request.held, request.growing_tokens, request.num_computed, now
             )
             lives.journal.published(request, num_added)
         if request.is_cancelled:
@@ -116,6 +117,19 @@ class Results:
         heirs = [request, *lives.fork(request, chunk.num_samples, now)]
         for heir, sample in zip(heirs, samples, strict=True):
             self._take_sample(heir, sample, now)
+        self._leave_places(heirs, now)
+
+    def _leave_places(self, heirs: list[Request], now: float) -> None:
+        """Let samples wait that found no place: only one was asked for them all.
+
+        They have their first token, and what led to it stays cached if it may.
+        """
+        lives = self._lives
+        for sample in reversed(heirs[1:]):
+            if len(lives.running) <= lives.max_num_running:
+                return
+            if sample.state is RequestState.RUNNING:
+                lives.preempt(sample, now, reason=WaitReason.PLACES)
 
     def _take_sample(self, request: Request, sample: Sample, now: float) -> None:
         lives = self._lives

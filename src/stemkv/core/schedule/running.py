@@ -1,6 +1,6 @@
 """Who holds blocks, oldest first, and whose prefill is not done.
 
-Owns the lists and the places taken. Knows nothing of blocks or of who waits.
+Owns the lists; each has one place. Knows nothing of blocks or of who waits.
 """
 
 from __future__ import annotations
@@ -20,32 +20,22 @@ class Running:
         self.all: list[Request] = []  # sorted by arrival
         self.stepping: list[Request] = []  # of those, the ones that do not coast
         self.prefills: dict[RequestId, Request] = {}  # of those, the unfinished ones
-        self.num_places = 0  # that they take
         self.num_moves = 0  # requests that started or stopped running
 
     def __len__(self) -> int:
         return len(self.all)
 
-    def add(self, request: Request, num_places: int) -> None:
+    def add(self, request: Request) -> None:
         """Take a request that has its blocks."""
         self.num_moves += 1
-        request.num_places = num_places
-        self.num_places += num_places
         insort(self.all, request, key=_order_key)
         insort(self.stepping, request, key=_order_key)
 
     def remove(self, request: Request) -> None:
         """Let a request go, which does not coast."""
         self.num_moves += 1
-        self.num_places -= request.num_places
-        request.num_places = 0
         _remove(self.all, request)
         _remove(self.stepping, request)
-
-    def share_places(self, request: Request) -> None:
-        """Keep one place of a request for itself; its samples have the others."""
-        self.num_places -= request.num_places - 1
-        request.num_places = 1
 
     def sleep(self, request: Request) -> None:
         """Leave a request out of the steps that are spelled out."""

@@ -40,7 +40,6 @@ from stemkv.core.prefix.door import (
     token_buffer,
 )
 from stemkv.core.prefix.identity import Domain
-from stemkv.core.prefix.keeper import Waiting
 from stemkv.core.prefix.tokens import TOKEN_BYTES
 from stemkv.core.schedule.admission import Admission
 from stemkv.core.schedule.config import SchedulerConfig
@@ -108,7 +107,7 @@ class Scheduler:
         if config.lookahead:
             cache.watch_queue(
                 lambda now: (
-                    Waiting(each.namespace, each.spec.domain, each.tokens)
+                    lives[each.request_id].as_waiting()
                     for each in order.first(config.lookahead, now)
                 )
             )

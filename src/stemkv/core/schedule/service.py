@@ -14,7 +14,7 @@ entries.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stemkv.core.books.share import ShareOfWork
 from stemkv.errors import InvariantError
@@ -33,6 +33,13 @@ class Served:
     backlog: int = 0  # uncached tokens of what waits or is unfinished
     num_queued: int = 0  # requests of which those are
     num_in_flight: int = 0  # samples
+    num_lost: int = 0  # tokens that were cached or computed, and are wanted again
+    num_came: int = 0
+    # By number of those that came, from the oldest without a first token on, what each
+    # has lost; what older ones lose is in the sum alone.
+    lost: list[int] = field(default_factory=list)
+    first_number: int = 0  # of that list
+    numbers: dict[int, None] = field(default_factory=dict)  # without a first token
 
 
 class Service:
@@ -107,6 +114,17 @@ class Service:
         served = self.of(tenant)
         share.backlog, share.own_backlog = self._backlog, served.backlog
         share.run_before, share.own_run_before = self._num_prefill, served.num_prefill
+        share.number, share.own_lost_before = served.num_came, served.num_lost
+        served.numbers[served.num_came] = None
+        served.lost.append(0)
+        served.num_came += 1
+
+    def lost(self, share: ShareOfWork, tenant: str, num_tokens: int) -> None:
+        """Tell that a request wants tokens again that it had found or computed."""
+        served = self.of(tenant)
+        served.num_lost += num_tokens
+        if share.number is not None and share.number >= served.first_number:
+            served.lost[share.number - served.first_number] += num_tokens
 
     def prefilled(self, tenant: str, num_tokens: int) -> None:
         """Tell that prefill tokens of a tenant were run."""
@@ -120,7 +138,27 @@ class Service:
     def began(self, share: ShareOfWork, tenant: str) -> None:
         """Note that a request has its first token."""
         share.run = self._num_prefill - share.run_before
-        share.own_run = self.of(tenant).num_prefill - share.own_run_before
+        served = self.of(tenant)
+        share.own_run = served.num_prefill - share.own_run_before
+        if share.number is not None:
+            # What those lost that came later was not ahead.
+            later = served.lost[share.number + 1 - served.first_number :]
+            share.own_lost = served.num_lost - share.own_lost_before - sum(later)
+        self.waits_no_more(share, tenant)
+
+    def waits_no_more(self, share: ShareOfWork, tenant: str) -> None:
+        """Tell that a request has its first token, or ends without."""
+        served = self.of(tenant)
+        if share.number is None or share.number not in served.numbers:
+            return
+        del served.numbers[share.number]
+        first = next(iter(served.numbers), served.num_came)
+        # Not for each of them, as what is behind moves forward.
+        if first == served.num_came or 2 * (first - served.first_number) >= len(
+            served.lost
+        ):
+            del served.lost[: first - served.first_number]
+            served.first_number = first
 
     def _note_idle(self, tenant: str) -> None:
         self._idle[tenant] = None

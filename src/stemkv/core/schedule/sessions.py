@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stemkv.core.prefix.config import CacheConfig, is_number
+from stemkv.core.prefix.config import CacheConfig, is_number, knob
 from stemkv.core.prefix.identity import Domain
 from stemkv.core.schedule.request import Request, RequestId, RequestState
 from stemkv.errors import ConfigError
@@ -29,7 +29,11 @@ _Key = tuple[Domain, str]
 class SessionConfig:
     """How much of the memory active sessions may work with, and when they give way."""
 
-    share: float = 0.9  # of all blocks, that the contexts of active sessions may fill
+    share: float = knob(
+        0.9,
+        "Experiment: share of the memory that active sessions may work with; the others "
+        "wait [default: no limit].",
+    )
     idle_s: float = 10.0  # a pause after which a session gives way to one that waits
     patience_s: float = 60.0  # a wait after which an active session gives way, paused
 

@@ -9,18 +9,56 @@ matter, what follows if it does not is the order's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from stemkv.core.schedule.request import Request
+from stemkv.core.prefix.identity import Domain
+from stemkv.core.schedule.request import RequestId, RequestState
 from stemkv.core.schedule.waiting import WaitingMatches
 
-__all__ = ["Order", "Pick"]
+__all__ = ["Asked", "Candidate", "Order", "Pick"]
+
+
+class Asked(Protocol):
+    """What an order may know of what a caller asked for."""
+
+    @property
+    def domain(self) -> Domain: ...
+    @property
+    def owner(self) -> str: ...
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def request_class(self) -> str | None: ...
+
+
+class Candidate(Protocol):
+    """All that an order sees of a request, waiting or unfinished."""
+
+    is_late: bool  # the order's own note: its time for starting has passed
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def spec(self) -> Asked: ...
+    @property
+    def state(self) -> RequestState: ...
+    @property
+    def order_key(self) -> tuple[float, int, int]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_ready(self) -> int: ...
+    @property
+    def num_ready_in_public(self) -> int: ...
+
+
+C = TypeVar("C", bound=Candidate)
 
 
 class Pick(NamedTuple):
     """Whose chunk is next."""
 
-    request: Request
+    request: Candidate
     most_tokens: int | None = None  # of this chunk; None: as many as the step takes
     lane: str | None = None  # the tenant in whose lane it goes; None: in no lane
 
@@ -40,25 +78,25 @@ class Order(Protocol):
 
     # Requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a request that waits, new or preempted."""
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Hear that a waiting request was admitted: its prefill has begun."""
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Hear that less, or more, of a request is left to compute."""
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget a request: its prefill is done, or it was taken away."""
 
-    def hold(self, request: Request, leader: Request | None) -> None:
+    def hold(self, request: Candidate, leader: Candidate | None) -> None:
         """Do not pick a waiting request until `release`.
 
         It waits for `leader`, whose prefill computes its prefix, or for a driver.
         """
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Pick a request again that was on hold."""
 
     # A step
@@ -75,14 +113,17 @@ class Order(Protocol):
         `is_last`: there is no more of its prefill to plan, in this step or ever.
         """
 
-    def pass_over(self, pick: Pick) -> None:
-        """Hear that a pick gets no chunk in this step."""
-
     def cannot_start(self, pick: Pick) -> bool:
         """Hear that there is no memory or place for a waiting pick now.
 
         Returns whether nobody else may start either in this step, so that what becomes
-        free is left for it; else it is passed over.
+        free is left for it; else the order passes it over and picks another.
+        """
+
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Return who is preempted for a pick that nobody may pass; `None`: it waits.
+
+        Of the running ones, sorted by arrival, never the first.
         """
 
     def decoded(self, tenant: str, num_tokens: int) -> None:
@@ -90,10 +131,10 @@ class Order(Protocol):
 
     # Questions
 
-    def first(self, num: int, now: float) -> Iterator[Request]:
+    def first(self, num: int, now: float) -> Iterator[Candidate]:
         """Yield about the first `num` waiting requests, next one first; pure."""
 
-    def victim(self, running: Sequence[Request]) -> Request:
+    def victim(self, running: Sequence[C]) -> C:
         """Return who is preempted next, of several running ones sorted by arrival.
 
         Never the first of them: the oldest ends, and then the next oldest does.

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from stemkv.core.prefix.identity import Domain
-from stemkv.core.schedule.order.base import Pick
+from stemkv.core.schedule.order.base import C, Candidate, Pick
 from stemkv.core.schedule.order.ranking import Ranking, request_of
-from stemkv.core.schedule.request import Request, RequestId, RequestState
+from stemkv.core.schedule.request import RequestId, RequestState
 from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.errors import InvariantError
 
@@ -29,12 +29,12 @@ class Dfs:
 
     def __init__(self) -> None:
         self._matches: WaitingMatches | None = None
-        self._waiting: dict[RequestId, Request] = {}
+        self._waiting: dict[RequestId, Candidate] = {}
         self._held: set[RequestId] = set()
         self._unfinished = Ranking()
         self._passed: set[RequestId] = set()
         self._admits = True
-        self._sorted: list[Request] | None = []  # None: the queue has changed
+        self._sorted: list[Candidate] | None = []  # None: the queue has changed
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -44,23 +44,23 @@ class Dfs:
         """Take what knows at which nodes requests match."""
         self._matches = matches
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a request that waits."""
         self._waiting[request.request_id] = request
         self._sorted = None
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Let its prefill go on in later steps."""
         del self._waiting[request.request_id]
         self._unfinished.put(request, ())
         self._sorted = None
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Sort again."""
         if request.state is not RequestState.RUNNING:
             self._sorted = None
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget it."""
         if request.state is RequestState.RUNNING:
             self._unfinished.remove(request)
@@ -69,11 +69,11 @@ class Dfs:
         self._held.discard(request.request_id)
         self._sorted = None
 
-    def hold(self, request: Request, leader: Request | None) -> None:
+    def hold(self, request: Candidate, leader: Candidate | None) -> None:
         """Leave it out until `release`."""
         self._held.add(request.request_id)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Take it in again."""
         self._held.remove(request.request_id)
 
@@ -103,29 +103,29 @@ class Dfs:
         """Leave it out for the rest of the step."""
         self._passed.add(pick.request.request_id)
 
-    def pass_over(self, pick: Pick) -> None:
-        """Leave it out for the rest of the step."""
-        self._passed.add(pick.request.request_id)
-
     def cannot_start(self, pick: Pick) -> bool:
         """Let nobody overtake it."""
         self._admits = False
         return True
 
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Let it wait until somebody ends."""
+        return None
+
     def decoded(self, tenant: str, num_tokens: int) -> None:
         """Nobody pays."""
 
-    def first(self, num: int, now: float) -> Iterator[Request]:
+    def first(self, num: int, now: float) -> Iterator[Candidate]:
         """Yield the first ones."""
         return iter(self._in_order()[:num])
 
-    def victim(self, running: Sequence[Request]) -> Request:
+    def victim(self, running: Sequence[C]) -> C:
         """Return the youngest."""
         return running[-1]
 
-    def _in_order(self) -> list[Request]:
+    def _in_order(self) -> list[Candidate]:
         if self._sorted is None:
-            domains: dict[Domain, list[Request]] = {}
+            domains: dict[Domain, list[Candidate]] = {}
             for request in self._waiting.values():
                 domains.setdefault(request.spec.domain, []).append(request)
             self._sorted = [
@@ -135,7 +135,7 @@ class Dfs:
             ]
         return self._sorted
 
-    def _depth_first(self, requests: list[Request]) -> list[Request]:
+    def _depth_first(self, requests: list[Candidate]) -> list[Candidate]:
         if self._matches is None:
             raise InvariantError("dfs was not told where requests match")
         root = _Branch()
@@ -148,7 +148,7 @@ class Dfs:
             branch.ends.append(request)
         # Backwards, as what ends at a node comes after all that is below it: first the
         # node's own, then its branches from the lightest to the heaviest.
-        backwards: list[Request] = []
+        backwards: list[Candidate] = []
         stack = [root]
         while stack:
             branch = stack.pop()
@@ -167,10 +167,10 @@ class _Branch:
 
     def __init__(self) -> None:
         self.below: dict[int, _Branch] = {}
-        self.ends: list[Request] = []
+        self.ends: list[Candidate] = []
         self.num = 0
 
-    def count(self, request: Request) -> None:
+    def count(self, request: Candidate) -> None:
         arrival = _arrival(request)
         self.oldest = min(self.oldest, arrival) if self.num else arrival
         self.num += 1
@@ -179,10 +179,10 @@ class _Branch:
         return -self.num, self.oldest
 
 
-def _arrival(request: Request) -> tuple[float, int, int]:
+def _arrival(request: Candidate) -> tuple[float, int, int]:
     return request.order_key
 
 
-def _place(members: Iterable[Request]) -> tuple[int, tuple[float, int, int]]:
+def _place(members: Iterable[Candidate]) -> tuple[int, tuple[float, int, int]]:
     arrivals = [_arrival(request) for request in members]
     return -len(arrivals), min(arrivals)

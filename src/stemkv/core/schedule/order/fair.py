@@ -14,19 +14,22 @@ were served stays near two quanta. Both bounds are in work, so they scale with t
 backlog by themselves, need no clock, and the keys never change with time. Tokens that
 are cached cost nobody anything: a shared prefix is paid by whoever computes it.
 
-A pick that does not fit into memory is passed over until its lane credit reaches its
-work; then nobody else may start until it fits.
+Short memory costs nobody its turn. Who is picked and does not fit is passed over, while
+rounds go on and its tenant saves, until what its tenant is owed, or its lane's credit,
+reaches its work. Then it is *due*: nobody else starts until it fits, and no new round
+begins. Unfinished prefills go on meanwhile, on debt. And if a tenant that runs is then
+still ahead by `_MOST_AHEAD` quanta more than that work, it gives back a request's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stemkv.core.schedule.order.base import Pick
+from stemkv.core.schedule.order.base import C, Candidate, Pick
 from stemkv.core.schedule.order.keys import KeyOf
 from stemkv.core.schedule.order.queue import RequestQueue
 from stemkv.core.schedule.order.ranking import Ranking, Row, request_of
-from stemkv.core.schedule.request import Request, RequestId, RequestState
+from stemkv.core.schedule.request import RequestId, RequestState
 from stemkv.core.schedule.waiting import WaitingMatches
 
 __all__ = ["Fair"]
@@ -34,6 +37,7 @@ __all__ = ["Fair"]
 _MILLI = 1000  # deficits are in thousandths of a token, so that sums are exact
 _LEAST_LANE_CHUNK = 128  # tokens; less is not worth a chunk
 _MOST_CREDIT = 200_000  # tokens; a long idle time must not buy more than a long prompt
+_MOST_AHEAD = 3  # quanta, beside the work of who is due
 
 
 class Fair:
@@ -63,9 +67,11 @@ class Fair:
         self._weights = weights
         self._lapses = lapses
         self._tenants: dict[str, _Tenant] = {}
-        self._leaders: dict[RequestId, Request | None] = {}  # of those on hold
+        self._leaders: dict[RequestId, Candidate | None] = {}  # of those on hold
         self._in_lane: dict[RequestId, str] = {}  # unfinished, begun in a lane
-        self._has_lanes = True  # in this step
+        # In this step: tenants whose lane has to wait, and whether one is due.
+        self._lanes_off: set[str] = set()
+        self._someone_is_due = False
 
     def __len__(self) -> int:
         """Return how many wait."""
@@ -86,20 +92,20 @@ class Fair:
 
     # Requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a request that waits."""
         self._account(request.spec.owner).oldest.put(request, ())
         self._queue.add(request)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Rank its prefill among all that want chunks."""
         self._queue.start(request)
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Rank it anew."""
         self._queue.moved(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget it; a tenant with nothing left keeps its debt but no savings."""
         self._queue.remove(request)
         self._leaders.pop(request.request_id, None)
@@ -113,12 +119,12 @@ class Fair:
             if not tenant.deficit:
                 del self._tenants[name]
 
-    def hold(self, request: Request, leader: Request | None) -> None:
+    def hold(self, request: Candidate, leader: Candidate | None) -> None:
         """Leave it out until `release`; its lane serves its leader meanwhile."""
         self._queue.hold(request)
         self._leaders[request.request_id] = leader
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Rank it again."""
         del self._leaders[request.request_id]
         self._queue.release(request)
@@ -128,7 +134,8 @@ class Fair:
     def begin(self, now: float, *, admits: bool) -> None:
         """Begin a step."""
         self._queue.begin(admits=admits)
-        self._has_lanes = True
+        self._lanes_off.clear()
+        self._someone_is_due = False
         if self._lapses:
             for request in self._queue.pop_while(lambda row: _is_over(row, now)):
                 request.is_late = True
@@ -146,8 +153,13 @@ class Fair:
         tenants = self._tenants
         eligible = [each for each in groups if tenants[each.tenant].deficit > 0]
         if not eligible:
-            self._grant({each.tenant: None for each in groups})
-            eligible = [each for each in groups if tenants[each.tenant].deficit > 0]
+            if self._someone_is_due:
+                # Its turn is not over: what others have begun they finish on debt.
+                most = max(tenants[each.tenant].deficit for each in groups)
+                eligible = [e for e in groups if tenants[e.tenant].deficit == most]
+            else:
+                self._grant({each.tenant: None for each in groups})
+                eligible = [e for e in groups if tenants[e.tenant].deficit > 0]
         best = self._queue.best(eligible)
         return self._lane_pick(best.spec.owner) or Pick(best)
 
@@ -167,20 +179,31 @@ class Fair:
         if is_last or pick.most_tokens is None or num_tokens < pick.most_tokens:
             self._queue.pass_over(request)
 
-    def pass_over(self, pick: Pick) -> None:
-        """Leave it out for the rest of the step."""
-        self._queue.pass_over(pick.request)
-
     def cannot_start(self, pick: Pick) -> bool:
-        """Pass a lane by that is not due; else keep what becomes free for the pick."""
-        if pick.lane is not None:
-            request = pick.request
-            num_left = request.num_tokens - request.num_ready
-            if self._tenants[pick.lane].credit < num_left * self._lane:
-                self._has_lanes = False
-                return False
+        """Pass it over until it is due; then keep what becomes free for it."""
+        name = pick.request.spec.owner
+        if not self._is_due(pick):
+            if pick.lane is not None:
+                self._lanes_off.add(pick.lane)
+            else:
+                # Its others want more memory still.
+                self._queue.pass_tenant(name)
+            return False
         self._queue.stop_admitting()
+        self._someone_is_due = True
         return True
+
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Return the newest of who is too far ahead of a pick that is due."""
+        if len(running) < 2:
+            return None
+        victim = self.victim(running)
+        tenant = self._tenants[pick.request.spec.owner]
+        ahead = self._account(victim.spec.owner)
+        # In rounds, times both quanta: what weights make of it.
+        gap = tenant.deficit * ahead.quantum - ahead.deficit * tenant.quantum
+        most = _MOST_AHEAD * tenant.quantum + _work_of(pick.request)
+        return victim if gap > most * ahead.quantum else None
 
     def decoded(self, tenant: str, num_tokens: int) -> None:
         """Let a tenant pay for what it decodes."""
@@ -188,11 +211,11 @@ class Fair:
 
     # Questions
 
-    def first(self, num: int, now: float) -> Iterator[Request]:
+    def first(self, num: int, now: float) -> Iterator[Candidate]:
         """Yield the first ones by their keys."""
         return self._queue.first(num)
 
-    def victim(self, running: Sequence[Request]) -> Request:
+    def victim(self, running: Sequence[C]) -> C:
         """Return the newest of the tenant that was served most, but not the oldest."""
         return min(
             running[1:] or running,
@@ -209,18 +232,44 @@ class Fair:
             self._tenants[name] = tenant
         return tenant
 
+    def _is_due(self, pick: Pick) -> bool:
+        work = _work_of(pick.request)
+        tenant = self._tenants[pick.request.spec.owner]
+        if tenant.deficit >= min(work, _MOST_CREDIT * _MILLI):
+            return True
+        return (
+            pick.lane is not None
+            and self._tenants[pick.lane].credit * _MILLI >= work * self._lane
+        )
+
     def _grant(self, names: Mapping[str, None]) -> None:
-        """Begin as many rounds as it takes until one of some tenants is eligible."""
-        tenants = [self._tenants[name] for name in names]
-        num_rounds = min(-tenant.deficit // tenant.quantum + 1 for tenant in tenants)
-        for tenant in tenants:
-            tenant.deficit = min(
-                tenant.quantum, tenant.deficit + num_rounds * tenant.quantum
-            )
+        """Begin as many rounds as it takes until one of some tenants is eligible.
+
+        They are everybody's. Who wants something and cannot have it now saves them; who
+        wants nothing only pays its debt with them.
+        """
+        num_rounds = min(
+            -tenant.deficit // tenant.quantum + 1
+            for tenant in map(self._tenants.__getitem__, names)
+        )
+        savers = self._queue.tenants()
+        has_paid = []
+        for name, tenant in self._tenants.items():
+            most = 0
+            if tenant.oldest:
+                most = tenant.quantum
+                if name in savers:
+                    most = max(most, _MOST_CREDIT * _MILLI)
+            granted = tenant.deficit + num_rounds * tenant.quantum
+            tenant.deficit = min(most, granted)
+            if not tenant.oldest and not tenant.deficit:
+                has_paid.append(name)
+        for name in has_paid:
+            del self._tenants[name]
 
     def _lane_pick(self, name: str) -> Pick | None:
         tenant = self._tenants[name]
-        if not self._has_lanes or tenant.credit <= 0:
+        if name in self._lanes_off or tenant.credit <= 0:
             return None
         request = self._oldest(tenant)
         if request is None or not self._queue.is_candidate(request):
@@ -231,7 +280,7 @@ class Fair:
             return Pick(request, lane=name)
         return Pick(request, most, name)
 
-    def _oldest(self, tenant: _Tenant) -> Request | None:
+    def _oldest(self, tenant: _Tenant) -> Candidate | None:
         """Return whom a lane serves: the oldest, or the leader that it waits for."""
         for row in tenant.oldest.rows():
             request = request_of(row)
@@ -265,6 +314,11 @@ class _Tenant:
         self.deficit = 0  # thousandths of a weighted token
         self.credit = 0  # of the lane, in tokens times k
         self.oldest = Ranking()  # all that wait or are unfinished, by arrival
+
+
+def _work_of(request: Candidate) -> int:
+    """Return what is left of its prefill, in thousandths of a token."""
+    return (request.num_tokens - request.num_ready) * _MILLI
 
 
 def _is_over(row: Row, now: float) -> bool:

@@ -10,20 +10,20 @@ import math
 from collections.abc import Callable, Mapping
 
 from stemkv.core.books.cost import CostModel
+from stemkv.core.schedule.order.base import Candidate
 from stemkv.core.schedule.order.ranking import Key
-from stemkv.core.schedule.request import Request
 
 __all__ = ["KeyOf", "by_arrival", "by_cached", "latest_start", "work_left"]
 
-KeyOf = Callable[[Request, int], Key]
+KeyOf = Callable[[Candidate, int], Key]
 
 
-def by_arrival(request: Request, num_ready: int) -> Key:
+def by_arrival(request: Candidate, num_ready: int) -> Key:
     """Rank by arrival alone: of equal keys the one that arrived first goes first."""
     return ()
 
 
-def by_cached(request: Request, num_ready: int) -> Key:
+def by_cached(request: Candidate, num_ready: int) -> Key:
     """Rank by cached tokens, the most first."""
     return (-num_ready,)
 
@@ -37,7 +37,7 @@ def work_left(costs: CostModel | None) -> KeyOf:
         return lambda request, num_ready: (request.num_tokens - num_ready,)
     seconds = costs.prefill_seconds
 
-    def key(request: Request, num_ready: int) -> Key:
+    def key(request: Candidate, num_ready: int) -> Key:
         return (seconds(num_ready, request.num_tokens),)
 
     return key
@@ -51,7 +51,7 @@ def latest_start(costs: CostModel, slo_ttft_s: Mapping[str, float]) -> KeyOf:
     it does with earliest-deadline-first under overload.
     """
 
-    def key(request: Request, num_ready: int) -> Key:
+    def key(request: Candidate, num_ready: int) -> Key:
         seconds = costs.prefill_seconds(num_ready, request.num_tokens)
         limit = slo_ttft_s.get(request.spec.request_class or "", math.inf)
         if math.isinf(limit) or request.is_late:

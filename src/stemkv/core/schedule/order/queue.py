@@ -16,9 +16,10 @@ from heapq import merge
 from itertools import islice
 
 from stemkv.core.prefix.identity import Domain
+from stemkv.core.schedule.order.base import Candidate
 from stemkv.core.schedule.order.keys import KeyOf
 from stemkv.core.schedule.order.ranking import Ranking, Row, request_of
-from stemkv.core.schedule.request import Request, RequestId, RequestState
+from stemkv.core.schedule.request import RequestId, RequestState
 from stemkv.errors import InvariantError
 
 __all__ = ["Group", "RequestQueue"]
@@ -39,8 +40,9 @@ class RequestQueue:
         # Whether what is public is ranked as well: not as long as one domain is alone.
         self._ranks_public = False
         self._unfinished = Ranking()  # by arrival, if they are not paused
-        self._held: dict[RequestId, Request] = {}
+        self._held: dict[RequestId, Candidate] = {}
         self._passed: set[RequestId] = set()  # in this step
+        self._barred: set[str] = set()  # in this step: tenants of whom nobody may start
         self._group_of: dict[RequestId, Group] = {}
         self._admits = True
         self._num_waiting = 0
@@ -51,12 +53,12 @@ class RequestQueue:
 
     # Requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a waiting request."""
         self._num_waiting += 1
         self._rank(request)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Make a waiting request an unfinished prefill; it is running already."""
         self._num_waiting -= 1
         if request.request_id in self._held:
@@ -67,14 +69,14 @@ class RequestQueue:
         else:
             self._unfinished.put(request, ())
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Rank a request anew."""
         if request.request_id in self._held:
             return
         if self.pauses or request.state is not RequestState.RUNNING:
             self._rank(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget a request."""
         if request.state is RequestState.RUNNING:
             if self.pauses:
@@ -86,12 +88,12 @@ class RequestQueue:
         if self._held.pop(request.request_id, None) is None:
             self._unrank(request, is_waiting=True)
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: Candidate) -> None:
         """Leave a waiting request out until `release`."""
         self._unrank(request, is_waiting=True)
         self._held[request.request_id] = request
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Rank a request again that was on hold."""
         del self._held[request.request_id]
         self._rank(request)
@@ -100,8 +102,9 @@ class RequestQueue:
 
     def begin(self, *, admits: bool) -> None:
         """Begin a step; without `admits` nobody who waits is a candidate."""
-        if admits != self._admits:
+        if admits != self._admits or self._barred:
             self._admits = admits
+            self._barred.clear()
             self._forget_heads()
         if self._passed:
             for request_id in self._passed:
@@ -115,22 +118,30 @@ class RequestQueue:
         self._admits = False
         self._forget_heads()
 
-    def pass_over(self, request: Request) -> None:
+    def pass_tenant(self, tenant: str) -> None:
+        """Let nobody of a tenant start who has not in this step."""
+        self._barred.add(tenant)
+        self._forget_heads()
+
+    def pass_over(self, request: Candidate) -> None:
         """Leave a request out for the rest of the step."""
         self._passed.add(request.request_id)
         group = self._group_of.get(request.request_id)
         if group is not None:
             group.knows_head = False
 
-    def is_candidate(self, request: Request) -> bool:
+    def is_candidate(self, request: Candidate) -> bool:
         """Whether a request of the queue may be picked now."""
         return (
             request.request_id not in self._passed
             and request.request_id not in self._held
-            and (self._admits or request.state is RequestState.RUNNING)
+            and (
+                self._may_start(request.spec.owner)
+                or request.state is RequestState.RUNNING
+            )
         )
 
-    def to_go_on(self) -> Request | None:
+    def to_go_on(self) -> Candidate | None:
         """Return the unfinished prefill that goes before all else, if there is one."""
         if self.pauses:
             return None
@@ -142,21 +153,25 @@ class RequestQueue:
         found: list[Group] = []
         for group in self._groups.values():
             if not group.knows_head:
-                group.head = group.first(
-                    self._passed, admits=self._admits, in_public=False
-                )
+                admits = self._may_start(group.tenant)
+                group.head = group.first(self._passed, admits=admits, in_public=False)
                 group.knows_head = True
             if group.head is not None:
                 found.append(group)
         return found
 
-    def best(self, groups: Sequence[Group]) -> Request:
+    def tenants(self) -> set[str]:
+        """Return who has a request that is not on hold."""
+        return {group.tenant for group in self._groups.values()}
+
+    def best(self, groups: Sequence[Group]) -> Candidate:
         """Return which of some groups' first candidates is next; there is one."""
         if len(self._num_groups) > 1:
             # By what is public it may be another one of the same group that counts.
             public = []
             for group in groups:
-                row = group.first(self._passed, admits=self._admits, in_public=True)
+                admits = self._may_start(group.tenant)
+                row = group.first(self._passed, admits=admits, in_public=True)
                 assert row is not None, "both rankings have the same requests"
                 public.append((row, group.domain))
             domain = min(public)[1]
@@ -170,14 +185,14 @@ class RequestQueue:
         assert best is not None, "asked of groups with candidates"
         return request_of(best)
 
-    def pop_while(self, is_due: Callable[[Row], bool]) -> Iterator[Request]:
+    def pop_while(self, is_due: Callable[[Row], bool]) -> Iterator[Candidate]:
         """Yield first ones of rankings as long as they are due; the caller moves them."""
         for group in self._groups.values():
             for ranking in (group.waiting, group.unfinished):
                 while (row := ranking.first()) is not None and is_due(row):
                     yield request_of(row)
 
-    def first(self, num: int) -> Iterator[Request]:
+    def first(self, num: int) -> Iterator[Candidate]:
         """Yield the first waiting requests, as if nothing but keys decided; pure."""
         groups = list(self._groups.values())
         if len(groups) == 1:
@@ -188,11 +203,14 @@ class RequestQueue:
 
     # Private
 
+    def _may_start(self, tenant: str) -> bool:
+        return self._admits and tenant not in self._barred
+
     def _forget_heads(self) -> None:
         for group in self._groups.values():
             group.knows_head = False
 
-    def _rank(self, request: Request) -> None:
+    def _rank(self, request: Candidate) -> None:
         group = self._group_of.get(request.request_id)
         if group is None:
             where = (request.spec.domain, request.spec.owner)
@@ -222,7 +240,7 @@ class RequestQueue:
                         public.put(request, key)
         return group
 
-    def _unrank(self, request: Request, *, is_waiting: bool) -> None:
+    def _unrank(self, request: Candidate, *, is_waiting: bool) -> None:
         group = self._group_of.pop(request.request_id)
         ranking, public = group.rankings(is_waiting=is_waiting)
         group.knows_head = False

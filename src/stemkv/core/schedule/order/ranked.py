@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stemkv.core.schedule.order.base import Pick
+from stemkv.core.schedule.order.base import C, Candidate, Pick
 from stemkv.core.schedule.order.keys import KeyOf
 from stemkv.core.schedule.order.queue import RequestQueue
-from stemkv.core.schedule.request import Request
 from stemkv.core.schedule.waiting import WaitingMatches
 
 __all__ = ["Ranked"]
@@ -32,27 +31,27 @@ class Ranked:
     def watch(self, matches: WaitingMatches) -> None:
         """Take what knows where requests match; the key needs to know how much only."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Candidate) -> None:
         """Take a request that waits."""
         self._queue.add(request)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Candidate) -> None:
         """Let its prefill go on in later steps."""
         self._queue.start(request)
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: Candidate) -> None:
         """Rank it anew."""
         self._queue.moved(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Forget it."""
         self._queue.remove(request)
 
-    def hold(self, request: Request, leader: Request | None) -> None:
+    def hold(self, request: Candidate, leader: Candidate | None) -> None:
         """Leave it out until `release`; others pass it meanwhile."""
         self._queue.hold(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Candidate) -> None:
         """Rank it again."""
         self._queue.release(request)
 
@@ -72,22 +71,22 @@ class Ranked:
         """Leave it out for the rest of the step: its chunk was all that fits."""
         self._queue.pass_over(pick.request)
 
-    def pass_over(self, pick: Pick) -> None:
-        """Leave it out for the rest of the step."""
-        self._queue.pass_over(pick.request)
-
     def cannot_start(self, pick: Pick) -> bool:
         """Let nobody overtake it."""
         self._queue.stop_admitting()
         return True
 
+    def yields_to(self, pick: Pick, running: Sequence[C]) -> C | None:
+        """Let it wait until somebody ends."""
+        return None
+
     def decoded(self, tenant: str, num_tokens: int) -> None:
         """Nobody pays."""
 
-    def first(self, num: int, now: float) -> Iterator[Request]:
+    def first(self, num: int, now: float) -> Iterator[Candidate]:
         """Yield the first ones."""
         return self._queue.first(num)
 
-    def victim(self, running: Sequence[Request]) -> Request:
+    def victim(self, running: Sequence[C]) -> C:
         """Return the youngest."""
         return running[-1]

@@ -10,7 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 from typing import Any
 
-from stemkv.core.schedule.request import Request, RequestId
+from stemkv.core.schedule.order.base import Candidate
+from stemkv.core.schedule.request import RequestId
 from stemkv.errors import InvariantError
 
 __all__ = ["Key", "Ranking", "Row", "request_of"]
@@ -21,9 +22,9 @@ Key = tuple[float, ...]  # smaller is earlier; in one ranking all have the same 
 Row = tuple[Any, ...]
 
 
-def request_of(row: Row) -> Request:
+def request_of(row: Row) -> Candidate:
     """Return the request of a row."""
-    request: Request = row[-1]
+    request: Candidate = row[-1]
     return request
 
 
@@ -39,14 +40,14 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: Candidate) -> bool:
         return request.request_id in self._by_id
 
     def rows(self) -> Iterator[Row]:
         """Iterate in order; not while the ranking changes."""
         return iter(self._rows)
 
-    def put(self, request: Request, key: Key) -> None:
+    def put(self, request: Candidate, key: Key) -> None:
         """Insert a request, or move it to another key."""
         row = (*key, *request.order_key, request)
         known = self._by_id.get(request.request_id)
@@ -57,7 +58,7 @@ class Ranking:
         insort(self._rows, row)
         self._by_id[request.request_id] = row
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Candidate) -> None:
         """Take a request out."""
         row = self._by_id.pop(request.request_id, None)
         if row is None:
