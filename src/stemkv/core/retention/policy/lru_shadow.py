@@ -57,6 +57,7 @@ class LruShadow:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()  # the oldest first
         self._last: Group | None = None
+        self._most_groups = 64  # more are looked through for empty ones
         self._tick = -1  # of the last release
         self.num_lru_hits = 0  # blocks, as all numbers here
         self.balance = 0  # hits of the policy less LRU's
@@ -110,6 +111,10 @@ class LruShadow:
             self._num_followed = 0
             if self.num_held > self.num_idle:
                 self._trim()
+        if len(self._groups) >= self._most_groups:
+            # Paid for by what was used since the last time, and left its group empty.
+            self._groups = deque(each for each in self._groups if each.end > each.start)
+            self._most_groups = 2 * len(self._groups) + 64
         group = self._last = Group(start, start + num_blocks)
         self._groups.append(group)
         return group
