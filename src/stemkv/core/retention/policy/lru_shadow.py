@@ -57,7 +57,7 @@ class LruShadow:
     def __init__(self) -> None:
         self._groups: deque[Group] = deque()  # the oldest first
         self._last: Group | None = None
-        self._most_groups = 64  # more are looked through for empty ones
+        self._most_groups = 128  # more are looked through for empty ones
         self._tick = -1  # of the last release
         self.num_lru_hits = 0  # blocks, as all numbers here
         self.balance = 0  # hits of the policy less LRU's
