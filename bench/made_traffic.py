@@ -168,6 +168,36 @@ def regimes(seed: int, *, block_s: float = 600.0) -> Trace:
     return _trace("regimes", rows)
 
 
+def ramp(seed: int) -> Trace:
+    """Sessions of one to eight turns, whose arrivals become thirty times as many."""
+    author = _Author(seed)
+    rows: list[_Row] = []
+    now = 0.0
+    for index in range(2_000):
+        now += author.chance.expovariate(0.05 * 30 ** (index / 2_000))
+        prompt, at = author.new(), now
+        for _ in range(author.length(1, 8)):
+            rows.append((at, prompt))
+            at += 30.0 * author.chance.lognormvariate(0.0, 0.5)
+            prompt = author.ask(prompt)
+    return _trace("ramp", rows)
+
+
+def loop_then_stack(seed: int) -> Trace:
+    """A loop over 200 documents; then what was used last is likeliest next."""
+    author = _Author(seed)
+    documents = [author.new(1_000, 4_000) for _ in range(200)]
+    rows: list[_Row] = []
+    for index, now in enumerate(islice(author.arrivals(1.0), 6_000)):
+        if index < 3_000:
+            rows.append((now, author.ask(documents[index % 200])))
+            continue
+        place = min(199, int(author.chance.expovariate(1.0 / 40.0)))
+        documents.insert(0, documents.pop(place))
+        rows.append((now, author.ask(documents[0])))
+    return _trace("loop, then stack", rows)
+
+
 def short(seed: int) -> Trace:
     """Many short prompts behind fifty short instructions."""
     author = _Author(seed)
@@ -198,6 +228,8 @@ MADE_TRAFFIC: dict[str, Callable[[int], Trace]] = {
     "recent": recent,
     "regimes": regimes,
     "fast regimes": lambda seed: regimes(seed, block_s=120.0),
+    "ramp": ramp,
+    "loop, then stack": loop_then_stack,
     "short prompts": short,
 }
 

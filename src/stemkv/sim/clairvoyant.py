@@ -151,6 +151,10 @@ class Clairvoyant:
         """Return the leaf that is needed again last; amortised O(log n)."""
         return self._leaves.first()
 
+    def most_to_take(self) -> int | None:
+        """Any number: the trace was cut where another node would be next."""
+        return None
+
     # Private
 
     def _now(self) -> int:

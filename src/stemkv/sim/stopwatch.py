@@ -155,6 +155,10 @@ class Stopwatch:
         self._stop(start)
         return answer
 
+    def most_to_take(self) -> int | None:
+        """As the policy says."""
+        return self.policy.most_to_take()
+
     # Private
 
     def _stop(self, start: int) -> None:

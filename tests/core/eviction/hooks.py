@@ -186,6 +186,8 @@ class HookTree:
         victim = self.policy.victim(self.now)
         if victim is not None:
             (node,) = [node for node in self.nodes() if node.id == victim]
+            most = self.policy.most_to_take()
+            num_blocks = num_blocks if most is None else min(num_blocks, most)
             self._drop(node, num_blocks, may_return=True)
         return victim
 

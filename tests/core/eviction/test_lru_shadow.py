@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stemkv.core.retention.policy import EvictionPolicy, Lru, ReuseIndex, reuse_times
+from stemkv.core.prefix.cache import PrefixCache
+from stemkv.core.retention.policy import (
+    EvictionPolicy,
+    Lru,
+    ReuseIndex,
+    lru_shadow,
+    reuse_times,
+)
 from stemkv.core.retention.policy.lru_shadow import LruShadow
 from stemkv.sim.sequence import SequenceResult, replay_sequence
 from stemkv.sim.sharing import SharingRule
 from stemkv.sim.timelines import in_units_of
 from stemkv.sim.trace import Trace
 from stemkv.sim.workloads import workload_named
+from tests.core.builders import acquire, build_cache, tokens
 
 NAMES = ["few-shot", "chat", "documents", "worked-example"]
 
@@ -40,8 +50,8 @@ def test_whoever_evicts_as_lru_does_has_no_more_and_no_less(
 
     shadow = policy._shadow
     assert result.num_evicted_units > 100
-    assert shadow._num_held == shadow._num_both == shadow._num_idle
-    assert (shadow._balance, shadow._num_lost, shadow._num_spared) == (0, 0, 0)
+    assert shadow.num_held == shadow.num_idle
+    assert (shadow.num_missing, shadow.balance) == (0, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,24 +62,106 @@ def test_what_it_says_of_hits_is_what_a_cache_with_lru_has(name: str) -> None:
     own = replay(trace, num_blocks, policy)
     lru = replay(trace, num_blocks, Lru())
 
-    # What would have been a hit in a cache without limit is a hit or a regret.
-    ahead = lru.regret_units - own.regret_units
     shadow = policy._shadow
-    assert shadow._num_lru_hits > 100
-    # Blocks that LRU would pin while a request makes room are trimmed before that.
-    assert abs(shadow._balance - ahead) <= 0.02 * shadow._num_lru_hits + 2
+    assert shadow.num_lru_hits == lru.hits.hit_units > 100
+    assert shadow.balance == own.hits.hit_units - lru.hits.hit_units
+
+
+prompts = st.lists(
+    st.tuples(
+        st.text("abc", min_size=1, max_size=6), st.sampled_from([0.0, 1.0, 30.0])
+    ),
+    min_size=30,
+    max_size=120,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts)
+def test_it_knows_what_lru_holds_and_the_policy_does_not(
+    prompts: list[tuple[str, float]],
+) -> None:
+    """Two caches side by side; learning at once, so that the policy does differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse_times, "_FIT_RUNS", 1.0)
+        patch.setattr(lru_shadow, "_LEAST", 4.0)
+        policy = ReuseIndex(9)
+        own = build_cache(num_blocks=9, block_size=1, make_policy=lambda: policy)
+        lru = build_cache(num_blocks=9, block_size=1, make_policy=Lru)
+        num_hits = num_lru_hits = 0
+        now = 0.0
+        for text, pause in prompts:
+            now += pause
+            num_hits += ask(own, text, now)
+            num_lru_hits += ask(lru, text, now)
+            shadow = policy._shadow
+            assert shadow.num_lru_hits == num_lru_hits
+            assert shadow.balance == num_hits - num_lru_hits
+            missing = resident(lru) - resident(own)
+            shadow._trim()
+            assert shadow.num_missing == len(missing)
+            assert len(missing) <= max(0, 4 + num_hits - num_lru_hits)
+
+
+def ask(cache: PrefixCache, text: str, now: float) -> int:
+    """Serve a prompt whose last token is never published, so that all others can hit."""
+    lease = acquire(cache, text + "!", now=now)
+    assert lease is not None
+    cache.publish(lease, tokens(text + "!"), len(text), now)
+    cache.release(lease, now)
+    return lease.num_matched_tokens
+
+
+def resident(cache: PrefixCache) -> set[bytes]:
+    """Every resident block, as the path that it ends."""
+    paths = set()
+    for node in cache.tree.nodes():
+        path = b"".join(bytes(step.edge) for step in node.path())
+        size = len(path) // 4 - node.num_blocks
+        paths |= {path[: 4 * (size + at + 1)] for at in range(node.num_blocks)}
+    return paths
 
 
 def test_blocks_of_one_release_leave_from_the_tail_and_are_used_from_the_head() -> None:
-    shadow = LruShadow(8)
-    shadow.released(1, 0, 4)
-    shadow.released(2, 0, 4)
-    shadow.dropped(2, 2, is_choice=True)  # LRU evicts two as well
+    shadow = LruShadow()
+    first = shadow.released(1, 0, 4)
+    second = shadow.released(2, 0, 4)
+    shadow.evicted(second, 2, 2, is_choice=True)
+    shadow.released(3, 0, 2)  # by then LRU has evicted two as well
 
-    assert [shadow.holds(1, depth) for depth in range(4)] == [True, True, False, False]
-    assert all(shadow.holds(2, depth) for depth in range(4))
-    shadow.hit(1, 0, 3)  # of these the third is a hit of the policy only
-    assert not any(shadow.holds(1, depth) for depth in range(4))
-    assert shadow._balance == 1
-    shadow.missed(2, 2, 2)
-    assert shadow._balance == -1
+    assert (first.start, first.end) == (0, 2)
+    assert (second.start, second.end) == (0, 4)
+    assert shadow.num_missing == 2
+    shadow.hit(first, 0, 3)  # of these the third is a hit of the policy only
+    assert shadow.balance == 1
+    shadow.missed(second, 2, 2)
+    assert (shadow.balance, shadow.num_missing) == (-1, 0)
+
+
+def test_no_more_may_go_than_could_be_paid_for() -> None:
+    shadow = LruShadow()
+    group = shadow.released(1, 0, 50)
+    assert shadow.room == 1
+    shadow.evicted(group, 49, 1, is_choice=True)
+    assert shadow.room == 0
+    shadow.shared(1000)  # of LRU's hits a hundredth, nearly
+    assert shadow.room == 8
+
+
+def test_evidence_counts_a_smaller_share_many_times() -> None:
+    def room(num_unused: int, num_used: int) -> int:
+        shadow = LruShadow()
+        shadow.shared(1000)
+        for tick in range(num_unused + num_used):
+            group = shadow.released(tick, 0, 1)
+            shadow.ranked(group, 0)
+            if tick < num_unused:
+                shadow.evicted(group, 0, 1, is_choice=False)
+            else:
+                shadow.hit(group, 0, 1)
+        shadow.released(10_000, 0, 1)
+        return shadow.room
+
+    assert room(200, 0) == 9
+    assert room(600, 0) == 38
+    assert room(600, 14) < 12

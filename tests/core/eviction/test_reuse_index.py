@@ -103,10 +103,13 @@ def test_the_first_nineteen_reuses_change_nothing() -> None:
 
 
 def learnt(policy: ReuseIndex) -> Script:
-    """Chats go on every 20 s, and one prompt in two is never seen again."""
+    """Chats go on every 20 s, and one prompt in two is never seen again.
+
+    So often that a hundredth of LRU's hits pays for all that four chats displace.
+    """
     script = Script(policy)
     chats = [f"chat {number}" for number in range(4)]
-    for number in range(300):
+    for number in range(600):
         script.wait(5.0)
         script.serve(chats[number % 4])
         script.serve(f"once {number}")
@@ -130,17 +133,19 @@ def test_a_scan_does_not_wash_out_what_is_reused() -> None:
         assert script.evict()[0].startswith("scan")
 
 
-def test_a_loop_that_is_larger_than_the_cache_hits_and_with_lru_never() -> None:
+def test_a_loop_that_is_larger_than_the_cache_is_won_on_what_else_lru_hits() -> None:
+    """A hundredth of LRU's hits pays for the part of the loop that is kept."""
+
     def hits(make_policy: Callable[[], EvictionPolicy]) -> int:
-        cache = build_cache(num_blocks=40, block_size=1, make_policy=make_policy)
+        cache = build_cache(num_blocks=44, block_size=1, make_policy=make_policy)
         num_hits = 0
         for number in range(3000):
             text = chr(1000 + number % 25) + chr(2000)
             num_hits += serve(cache, text, now=float(number))
+            num_hits += serve(cache, "ab!", now=float(number))
         return num_hits
 
-    assert hits(Lru) == 0
-    assert hits(lambda: ReuseIndex(40)) > 1000
+    assert hits(lambda: ReuseIndex(44)) > hits(Lru) + 500
 
 
 def test_what_comes_back_resumes_its_past() -> None:

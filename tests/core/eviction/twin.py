@@ -116,6 +116,9 @@ class Twin:
             self._named = self.rule.victim(self.nodes, self.evictable, now)
         return self._named
 
+    def most_to_take(self) -> int | None:
+        return None
+
     # What happens
 
     def published(

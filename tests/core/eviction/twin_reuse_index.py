@@ -8,14 +8,13 @@ own.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from stemkv.core.retention.policy.lru_shadow import LruShadow
+from stemkv.core.retention.policy.lru_shadow import Group, LruShadow
 from tests.core.eviction.twin import Block, Nodes, Twin
 
 __all__ = ["Idle", "Learner", "ReuseIndexRule", "ReuseIndexTwin"]
@@ -50,6 +49,7 @@ class _Past:
     tick: int
     idle: Idle | None  # None: in use
     was_released: bool
+    group: Group | None = None  # of the shadow; None: in use
 
     @property
     def kind(self) -> Kind:
@@ -104,20 +104,11 @@ class Learner:
             return 1e-12 / (1.0 + age_s)
         return self._rates.get(kind, self._prior)[_bin(age_s)]
 
-    @property
-    def run(self) -> float:
-        weight, square = self._sums()
-        return square / weight if weight else 0.0
-
-    def error(self, kind: Kind) -> float:
-        weight, square = self._sums(kind)
-        return math.sqrt(square) / weight if weight else math.inf
-
-    def _sums(self, kind: Kind | None = None) -> tuple[float, float]:
+    def _sums(self) -> tuple[float, float]:
         """Of the blocks that ended at once: the sum, and the sum of squares."""
         weight = square = 0.0
         for index, run in enumerate(self._ends):
-            if run[0].length_s() < _NEVER_AGAIN_S and kind in (None, run[0].kind):
+            if run[0].length_s() < _NEVER_AGAIN_S:
                 halved = 0.5 ** self._halvings_after_end(index)
                 weight += len(run) * halved
                 square += len(run) ** 2 * halved
@@ -127,22 +118,32 @@ class Learner:
         return sum(index < num_ended for _, num_ended in self._halvings)
 
     def _counts(self, now: float) -> tuple[dict[Kind, list[float]], ...]:
-        """By class and bin: how many were used in it, and how many outlasted it."""
+        """By class and bin: how many were used in it, and how many outlasted it.
+
+        What ended is halved as a whole from then on, what is older than all bins from
+        the moment it is; what lasts counts in full.
+        """
         reused: dict[Kind, list[float]] = {}
         lasted: dict[Kind, list[float]] = {}
         for index, run in enumerate(self._ends):
             if run[0].length_s() < _NEVER_AGAIN_S:
+                weight = len(run) * 0.5 ** self._halvings_after_end(index)
                 row = reused.setdefault(run[0].kind, [0.0] * _NUM_BINS)
-                halved = 0.5 ** self._halvings_after_end(index)
-                row[_bin(run[0].length_s())] += len(run) * halved
+                row[_bin(run[0].length_s())] += weight
+                for at in range(_bin(run[0].length_s())):
+                    lasted.setdefault(run[0].kind, [0.0] * _NUM_BINS)[at] += weight
         for idle in self._log:
+            until_s = now if idle.ended_s is None else idle.ended_s
+            is_past_all = until_s - idle.began_s >= _NEVER_AGAIN_S
+            if idle.ended_s is not None and not is_past_all:
+                continue
+            num_halvings = sum(
+                s - idle.began_s >= _NEVER_AGAIN_S for s, _ in self._halvings
+            )
             for at, edge_s in enumerate(_EDGES[1:]):
-                until_s = now if idle.ended_s is None else idle.ended_s
                 if until_s - idle.began_s >= edge_s:
                     row = lasted.setdefault(idle.kind, [0.0] * _NUM_BINS)
-                    halvings = [s for s, _ in self._halvings]
-                    num_after = sum(s - idle.began_s >= edge_s for s in halvings)
-                    row[at] += 0.5**num_after
+                    row[at] += 0.5**num_halvings
         return reused, lasted
 
     def _fit(self, now: float, run: float) -> None:
@@ -191,11 +192,11 @@ class ReuseIndexRule:
         worth: Callable[[int], float] | None = None,
         max_runs: float = 10_000.0,
     ) -> None:
-        self.num_blocks = num_blocks
         self.max_ghosts = 8 * num_blocks
         self.learner = Learner(max_runs=max_runs)
-        self.shadow = LruShadow(num_blocks)
-        self.choice: int | None = None  # the last victim, if LRU's was another
+        self.shadow = LruShadow()
+        self.most: int | None = None  # blocks of the last victim that may go
+        self.is_choice = False  # whether LRU would have taken another
         self._worth = worth
 
     def new(self, past: _Past | None, *, hint: int, tick: int, now: float) -> _Past:
@@ -211,7 +212,7 @@ class ReuseIndexRule:
     def used(self, state: _Past, *, hint: int, tick: int, now: float) -> None:
         if state.idle is not None:
             self.learner.end(state.idle, now)
-            state.idle = None
+            state.idle = state.group = None
         idle_s = now - state.last_used_s
         state.gap = 1 if idle_s < 15.0 else 2 if idle_s < 90.0 else 3
         state.num_uses = min(3, state.num_uses + 1)
@@ -237,9 +238,8 @@ class ReuseIndexRule:
     def are_alike(self, one: _Past, other: _Past) -> bool:
         if (one.idle is None) != (other.idle is None):
             return False
-        if one.idle is not None and other.idle is not None:
-            if one.idle.began_s != other.idle.began_s:
-                return False
+        if one.group is not other.group:
+            return False
         return (one.kind, one.tick, one.last_used_s, one.was_released) == (
             other.kind,
             other.tick,
@@ -270,32 +270,33 @@ class ReuseIndexRule:
             rated.append((score(first), tick(first), first))
             if last != first:
                 rated.append((2.5 * score(last), tick(last), last))
-        least, _, best = min(rated)
-        self.choice = None
-        if best == oldest or least >= 0.9 * score(oldest):
-            return oldest
-        if not self._is_affordable(nodes[best]) and not self._is_certain(
-            nodes[best], least, nodes[oldest][-1], score(oldest)
-        ):
-            return oldest
-        self.choice = best
-        return best
+        self.most, self.is_choice = None, False
+        for least, _, leaf in sorted(rated):
+            if least >= 0.9 * score(oldest):
+                break
+            num_free = self._num_free(nodes[leaf])
+            num_blocks = len(nodes[leaf])
+            group = nodes[leaf][0].state.group
+            if num_free < num_blocks and group is not None:
+                self.shadow.ranked(group, nodes[leaf][0].depth - 1)
+            if num_free == 0 and self.shadow.room <= 0:
+                continue
+            num_most = num_free + max(0, self.shadow.room)
+            self.most = num_most if num_most < num_blocks else None
+            self.is_choice = True
+            return leaf
+        num_free = self._num_free(nodes[oldest])
+        if 0 < num_free < len(nodes[oldest]):
+            self.most = num_free
+        return oldest
 
-    def _is_affordable(self, run: Sequence[Block]) -> bool:
-        is_held = self.shadow.holds(run[0].state.tick, run[0].depth - 1)
-        return not is_held or self.shadow.can_lose(len(run), share=0.004)
+    def _num_free(self, blocks: Sequence[Block]) -> int:
+        """Blocks that LRU does not hold, which nobody can lose by."""
+        return sum(not self._is_held(block) for block in blocks)
 
-    def _is_certain(
-        self, best: Sequence[Block], least: float, oldest: Block, most: float
-    ) -> bool:
-        """Half as good at most, by a standard error on both sides."""
-        least *= 1 + self.learner.error(best[-1].state.kind)
-        most *= 1 - self.learner.error(oldest.state.kind)
-        seed = max(0.05 * self.num_blocks, self.learner.run)
-        stake = 0.25 * len(best)
-        return least < 0.5 * most and self.shadow.can_lose(
-            stake, share=0.007, seed=seed
-        )
+    def _is_held(self, block: Block) -> bool:
+        group: Group | None = block.state.group
+        return group is None or group.start <= block.depth - 1 < group.end
 
 
 class ReuseIndexTwin(Twin):
@@ -307,34 +308,40 @@ class ReuseIndexTwin(Twin):
         self._shadow = rule.shadow
         self._ri = rule
 
+    def most_to_take(self) -> int | None:
+        return self._ri.most
+
     def published(self, node_id: int, **said: Any) -> None:
         start, num_blocks = said["start"], said["num_blocks"]
         past = self._pasts(said["keys"])[0]
-        self._shadow.asked(num_blocks)
-        if past is not None and node_id not in self.nodes:
-            self._shadow.missed(past.tick, start, num_blocks)
+        if past is not None and past.group is not None and node_id not in self.nodes:
+            self._shadow.missed(past.group, start, num_blocks)
         super().published(node_id, **said)
 
     def used(self, node_id: int, **said: Any) -> None:
         blocks = self.nodes[node_id]
-        self._shadow.asked(len(blocks))
-        if blocks[0].state.idle is not None:
-            depth = blocks[0].depth - 1
-            self._shadow.hit(blocks[0].state.tick, depth, len(blocks))
+        group = blocks[0].state.group
+        if group is None:
+            self._shadow.shared(len(blocks))
+        else:
+            self._shadow.hit(group, blocks[0].depth - 1, len(blocks))
         super().used(node_id, **said)
 
     def released(self, node_id: int, *, tick: int, now: float) -> None:
         super().released(node_id, tick=tick, now=now)
         blocks = self.nodes[node_id]
-        self._shadow.released(tick, blocks[0].depth - 1, len(blocks))
+        group = self._shadow.released(tick, blocks[0].depth - 1, len(blocks))
+        for block in blocks:
+            block.state.group = group
 
     def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
         blocks = self.nodes[node_id]
-        if blocks[0].state.idle is not None:
-            is_choice = node_id == self._ri.choice
-            num_gone = len(blocks) - num_left
-            self._shadow.dropped(blocks[0].state.tick, num_gone, is_choice=is_choice)
-        self._ri.choice = None
+        group, start = blocks[0].state.group, blocks[0].depth - 1 + num_left
+        num_gone = len(blocks) - num_left
+        if group is not None and node_id == self._named:
+            self._shadow.evicted(group, start, num_gone, is_choice=self._ri.is_choice)
+        elif group is not None:
+            self._shadow.withdrawn(group, start, num_gone)
         super().dropped(node_id, num_left, may_return=may_return)
 
 

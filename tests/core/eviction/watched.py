@@ -168,6 +168,13 @@ class Watched:
         self._named = answer
         return answer
 
+    def most_to_take(self) -> int | None:
+        answer = self.policy.most_to_take()
+        assert answer is None or answer > 0
+        if self.twin is not None:
+            assert self.twin.most_to_take() == answer
+        return answer
+
     def _both(self) -> list[EvictionPolicy]:
         return [self.policy] if self.twin is None else [self.policy, self.twin]
 

@@ -376,11 +376,13 @@ class Retention(Keeper):
             awaited = self._note_awaited(node_id, now)
             if stock.places[node_id] is not tier:
                 continue  # it goes later than it seemed, or sooner
+            if tier is _Tier.ORDINARY:
+                num_most = _least(num_most, stock.policy.most_to_take())
             if awaited is None:
                 return node_id, num_most
             if node_id == stock.awaited.first() or tier is not _Tier.AWAITED:
                 num_tail = awaited.num_tail_blocks
-                return node_id, min(num_most or num_tail, num_tail)
+                return node_id, _least(num_most, num_tail)
         node_id = stock.kept.first()
         return None if node_id is None else (node_id, num_most)
 
@@ -461,6 +463,13 @@ class Retention(Keeper):
         self._ended.discard(node_id)
         self._kept_until.pop(node_id, None)
         self._awaited.pop(node_id, None)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    """Return the smaller of two bounds, of which `None` bounds nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 # What a caller says is of its own blocks. Public ones are everybody's: nobody's hint may

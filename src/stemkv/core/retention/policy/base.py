@@ -92,3 +92,9 @@ class EvictionPolicy(Protocol):
 
         Does not remove it: asking again before anything changes gives the same.
         """
+
+    def most_to_take(self) -> int | None:
+        """Return how many blocks of the last victim may go before it is asked again.
+
+        `None`: as many as are wanted. Whoever evicts may take more, but should not.
+        """

@@ -150,6 +150,10 @@ class Gdsf:
         if is_candidate:
             self._leaves.add(node_id, self._key(node_id))
 
+    def most_to_take(self) -> int | None:
+        """Any number: the next victim would be the same node."""
+        return None
+
     def victim(self, now: float) -> int | None:
         """Return the leaf with the least priority; amortised O(log n)."""
         self._named = self._leaves.first()

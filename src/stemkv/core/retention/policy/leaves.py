@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heapify, heappop, heappush
 
-__all__ = ["Leaves", "TwoEndedLeaves"]
+__all__ = ["Leaves", "Place", "TwoEndedLeaves"]
 
 Key = tuple[float, ...]  # different for any two leaves, so that the order is total
 
@@ -56,6 +56,11 @@ class Leaves:
         return None
 
 
+# A leaf among others: key, node id negated, and whether it is in. Lists are compared
+# item by item, which is the order of leaves, and at no cost.
+Place = list[int]
+
+
 class TwoEndedLeaves:
     """Leaves by key, with the smallest and the largest at hand.
 
@@ -63,58 +68,58 @@ class TwoEndedLeaves:
     others are in a heap for each end.
     """
 
-    __slots__ = ("_keys", "_largest", "_row", "_smallest")
+    __slots__ = ("_largest", "_num_places", "_row", "_smallest", "num_in")
 
     def __init__(self) -> None:
-        self._keys: dict[int, int] = {}  # those that are in
-        self._row: deque[tuple[int, int]] = deque()  # (key, -node id), ascending
-        self._smallest: list[tuple[int, int]] = []
-        self._largest: list[tuple[int, int]] = []  # both numbers negated
+        self.num_in = 0  # leaves
+        self._num_places = 0  # at most so many, dead ones included
+        self._row: deque[Place] = deque()  # ascending
+        self._smallest: list[Place] = []
+        self._largest: list[tuple[int, int, Place]] = []  # both numbers negated
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, node_id: int, key: int) -> None:
-        """Put a leaf in that is not in."""
-        self._keys[node_id] = key
-        entry = (key, -node_id)
+    def add(self, node_id: int, key: int) -> Place:
+        """Put a leaf in that is not in; give what is returned to `discard`."""
+        place = [key, -node_id, True]
+        self.num_in += 1
+        self._num_places += 1
         row = self._row
-        if not row or row[-1] < entry:
-            row.append(entry)
+        if not row or row[-1] < place:
+            row.append(place)
         else:
-            heappush(self._smallest, entry)
-            heappush(self._largest, (-key, node_id))
+            heappush(self._smallest, place)
+            heappush(self._largest, (-key, node_id, place))
+        return place
 
-    def discard(self, node_id: int) -> None:
-        """Take a leaf out if it is in."""
-        keys = self._keys
-        if keys.pop(node_id, None) is None:
-            return
-        most = 2 * len(keys) + 64
-        if len(self._row) + len(self._smallest) > most or len(self._largest) > most:
+    def discard(self, place: Place) -> None:
+        """Take a leaf out that is in."""
+        place[2] = False
+        self.num_in = num_in = self.num_in - 1
+        if self._num_places > 2 * num_in + 64:
             # Paid for by what left since the last time.
-            self._row = deque(sorted((key, -each) for each, key in keys.items()))
+            places = [*self._row, *self._smallest]
+            self._row = deque(sorted(each for each in places if each[2]))
             self._smallest.clear()
             self._largest.clear()
+            self._num_places = num_in
 
-    def first(self) -> int | None:
+    def first(self) -> Place | None:
         """Return the leaf with the smallest key; of equal ones the youngest node."""
-        keys, row, heap = self._keys, self._row, self._smallest
-        while row and keys.get(-row[0][1]) != row[0][0]:
+        row, heap = self._row, self._smallest
+        while row and not row[0][2]:
             row.popleft()
-        while heap and keys.get(-heap[0][1]) != heap[0][0]:
+        while heap and not heap[0][2]:
             heappop(heap)
         if heap and (not row or heap[0] < row[0]):
-            return -heap[0][1]
-        return -row[0][1] if row else None
+            return heap[0]
+        return row[0] if row else None
 
-    def last(self) -> int | None:
+    def last(self) -> Place | None:
         """Return the leaf with the largest key; of equal ones the oldest node."""
-        keys, row, heap = self._keys, self._row, self._largest
-        while row and keys.get(-row[-1][1]) != row[-1][0]:
+        row, heap = self._row, self._largest
+        while row and not row[-1][2]:
             row.pop()
-        while heap and keys.get(heap[0][1]) != -heap[0][0]:
+        while heap and not heap[0][2][2]:
             heappop(heap)
-        if heap and (not row or (-heap[0][0], -heap[0][1]) > row[-1]):
-            return heap[0][1]
-        return -row[-1][1] if row else None
+        if heap and (not row or row[-1] < heap[0][2]):
+            return heap[0][2]
+        return row[-1] if row else None

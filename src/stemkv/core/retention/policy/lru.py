@@ -83,6 +83,10 @@ class Lru:
             self._leaves.discard(node_id)
             del self._last_used[node_id]
 
+    def most_to_take(self) -> int | None:
+        """Any number: the next victim would be the same node."""
+        return None
+
     def victim(self, now: float) -> int | None:
         """Return the least recently used leaf; amortised O(log n)."""
         return self._leaves.first()

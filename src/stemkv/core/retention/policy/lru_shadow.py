@@ -1,187 +1,218 @@
-"""What LRU would hold in the same memory, and what it costs to differ from it.
+"""What LRU would hold and hit in the same memory, and how far one may differ from it.
 
-Owns a shadow of LRU: block counts only, no second cache. A policy that must not fall
-behind LRU asks it how many blocks that LRU still holds may be evicted.
+Owns a shadow of LRU: counts of blocks, no second cache. It is exact where one request
+is served at a time; where several run at once it learns what a request lacks only when
+that is published, and LRU may then have a few hits more than it says.
 
-Blocks that one lease released at once are a group, a path from its head on: LRU evicts
-the oldest group from its tail, and a later use takes over a group's head. So two numbers
-for each group say which of its blocks LRU holds, and a third one which are resident.
+Blocks that one lease released at once are a group, a stretch of one path: LRU evicts the
+oldest group from its tail, and a later use takes over a group's head. So a group is two
+numbers for what LRU holds of it, and a third one for where the resident part ends.
+
+What LRU holds and we do not (`num_missing`) is all that LRU can ever gain on us: whoever
+from now on evicts nothing that LRU holds, while there is something else, loses at most
+that. So the policy differs from LRU only as far as it could pay for all of it: by what
+it is ahead, and a share of LRU's hits (`room`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 
-__all__ = ["LruShadow"]
+__all__ = ["Group", "LruShadow"]
 
-_PRIOR_SHARE = 0.1  # of the cache: blocks that the prior of the loss is worth
-_LEAST_LOSS = 1e-3
-_HOPELESS_RATE = 0.0005  # of hits: LRU that has no more has nothing to lose
-_MEMORY = 4  # times the cache: blocks asked for until losses count half
-_LEAST_HIT_RATE = 0.01  # below that, LRU is not worth keeping up with
+# Of LRU's hits: what the policy may fall behind, and one block to begin with.
+_SHARE = 0.0099
+_LEAST = 1.0
+# A smaller share counts several times over where it was seen that LRU hardly ever uses
+# what the ranking would have evicted before its time.
+_TRUSTED_SHARE = 0.0055
+_MAX_TRUST = 16.0
+_PROBATION = 300  # runs that LRU must have evicted unused before anything is trusted
+_RUNS_FOR_USED = 20  # and for each one that it used, so many more
+_RUNS_PER_TRUST = 50.0  # beyond that, for each time more
 
 
-class _Group:
-    """Blocks of one path that were released at once and not used since."""
+class Group:
+    """A stretch of one path that was released at once and not used since."""
 
-    __slots__ = ("end", "num_held", "num_resident")
+    __slots__ = ("end", "ranked_from", "resident_end", "start")
 
-    def __init__(self) -> None:
-        self.end = 0  # depth of the last block that LRU holds, plus 1
-        self.num_held = 0  # by LRU
-        self.num_resident = 0
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start  # depth of the first block that LRU holds
+        self.end = end  # depth behind the last one
+        self.resident_end = end  # depth behind the last block that the policy holds
+        # From this depth on the ranking would have evicted it although LRU holds it.
+        self.ranked_from: int | None = None
 
     @property
-    def num_both(self) -> int:
-        """Both are parts of the path that begin at the same depth."""
-        return min(self.num_held, self.num_resident)
+    def num_missing(self) -> int:
+        """Blocks that LRU holds and the policy does not."""
+        begin = self.start if self.start > self.resident_end else self.resident_end
+        return self.end - begin if self.end > begin else 0
 
 
 class LruShadow:
-    """Follows what a policy does and what LRU would have done. O(1) each, amortised.
+    """Follows what a policy does and what LRU would have done. O(1) each, amortised."""
 
-    `num_blocks` is the size of the cache.
-    """
+    def __init__(self) -> None:
+        self._groups: deque[Group] = deque()  # the oldest first
+        self._last: Group | None = None
+        self._most_groups = 128  # more are looked through for empty ones
+        self._tick = -1  # of the last release
+        self.num_lru_hits = 0  # blocks, as all numbers here
+        self.balance = 0  # hits of the policy less LRU's
+        self.num_held = 0  # by LRU, of blocks that no lease holds
+        self.num_idle = 0  # resident and held by no lease
+        self.num_missing = 0  # held by LRU and not resident
+        # Of these, evicted as LRU would have, and evicted by LRU when the lease ends.
+        self._num_followed = 0
+        # Runs that the ranking would have evicted although LRU held them, and which
+        # LRU then used, or evicted itself.
+        self._num_used = 0
+        self._num_unused = 0
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._groups: OrderedDict[int, _Group] = OrderedDict()  # by tick
-        self._num_held = 0  # by LRU, of blocks that no lease holds
-        self._num_both = 0  # of those, resident
-        self._num_idle = 0  # resident and held by no lease
-        self._num_asked = 0  # blocks used or published
-        self._num_lru_hits = 0
-        self._balance = 0  # hits of the policy less LRU's
-        self._num_recent = 0  # of those asked for, since the next two were halved
-        self._num_lost = 0.0  # hits of LRU that the policy missed
-        # Blocks evicted before LRU would have, and not asked for till then.
-        self._num_spared = 0.0
-        self._num_trimmed = 0  # blocks that LRU evicted
-        self._num_followed = 0  # blocks evicted as LRU would, which it will evict next
+    # What happens
 
-    def asked(self, num_blocks: int) -> None:
-        """Count blocks that a lease uses or publishes, wherever they come from."""
-        self._num_asked += num_blocks
-        self._num_recent += num_blocks
-        if self._num_recent > _MEMORY * self._num_blocks:
-            # What was lost long ago says less of what will be.
-            self._num_recent = 0
-            self._num_lost /= 2
-            self._num_spared /= 2
+    def shared(self, num_blocks: int) -> None:
+        """Count a use of blocks that another lease holds, so LRU has them too."""
+        self.num_lru_hits += num_blocks
 
-    def hit(self, tick: int, start: int, num_blocks: int) -> None:
-        """Count a use of resident idle blocks, at depth `start` of the group `tick`."""
-        held = self._take(tick, start, num_blocks, is_resident=True)
-        self._num_idle -= num_blocks
-        self._num_lru_hits += held
-        self._balance += num_blocks - held
+    def hit(self, group: Group, start: int, num_blocks: int) -> None:
+        """Count a use of resident idle blocks, from depth `start` of a group on."""
+        self.num_idle -= num_blocks
+        stop = start + num_blocks
+        if start == group.start and stop <= group.end and group.ranked_from is None:
+            # The usual case: both have all of it. (`resident_end` is not before `stop`.)
+            group.start = stop
+            self.num_held -= num_blocks
+            self.num_lru_hits += num_blocks
+            return
+        held = self._take(group, start, stop)
+        self.num_lru_hits += held
+        self.balance += num_blocks - held
 
-    def missed(self, tick: int, start: int, num_blocks: int) -> None:
+    def missed(self, group: Group, start: int, num_blocks: int) -> None:
         """Count that evicted blocks of a group come back."""
-        held = self._take(tick, start, num_blocks, is_resident=False)
-        self._num_lru_hits += held
-        self._balance -= held
-        self._num_lost += held
+        held = self._take(group, start, start + num_blocks)
+        self.num_lru_hits += held
+        self.balance -= held
 
-    def released(self, tick: int, start: int, num_blocks: int) -> None:
-        """Put blocks into the group of this moment."""
-        group = self._groups.get(tick)
-        if group is None:
-            group = self._groups[tick] = _Group()
-        group.end = max(group.end, start + num_blocks)
-        self._num_both -= group.num_both
-        group.num_held += num_blocks
-        group.num_resident += num_blocks
-        self._num_both += group.num_both
-        self._num_held += num_blocks
-        self._num_idle += num_blocks
+    def released(self, tick: int, start: int, num_blocks: int) -> Group:
+        """Put blocks into the group of this moment, and return it."""
+        self.num_held += num_blocks
+        self.num_idle += num_blocks
+        group = self._last
+        if tick == self._tick and group is not None and group.end == start:
+            group.end = group.resident_end = start + num_blocks
+            return group
+        if tick != self._tick:
+            self._tick = tick
+            # LRU made room when the lease began. These blocks are in both sums.
+            self._num_followed = 0
+            if self.num_held > self.num_idle:
+                self._trim()
+        if len(self._groups) >= self._most_groups:
+            # Paid for by what was used since the last time, and left its group empty.
+            self._groups = deque(each for each in self._groups if each.end > each.start)
+            self._most_groups = 2 * len(self._groups) + 64
+        group = self._last = Group(start, start + num_blocks)
+        self._groups.append(group)
+        return group
 
-    def dropped(self, tick: int, num_blocks: int, *, is_choice: bool) -> None:
-        """Count evicted idle blocks; LRU has to evict as many.
+    def evicted(
+        self, group: Group, start: int, num_blocks: int, *, is_choice: bool
+    ) -> None:
+        """Count blocks that the policy evicted, from depth `start` of a group on.
 
         `is_choice`: the policy's own, and not LRU's.
         """
-        self._num_idle -= num_blocks
-        group = self._groups.get(tick)
-        if group is not None:
-            both = group.num_both
-            group.num_resident = max(0, group.num_resident - num_blocks)
-            self._num_both += group.num_both - both
-            if not is_choice:
-                self._num_followed += both - group.num_both
-        self._trim()
+        more = self._drop(group, start, num_blocks)
+        if not is_choice:
+            self._num_followed += more
 
-    def can_lose(self, num_blocks: float, *, share: float, seed: float = 0.0) -> bool:
-        """Whether a run of blocks that LRU holds may be evicted.
+    def withdrawn(self, group: Group, start: int, num_blocks: int) -> None:
+        """Count blocks that nobody chose to evict: under LRU they would go as well."""
+        self._drop(group, start, num_blocks)
+        gone = min(num_blocks, group.end - group.start)
+        if gone > 0:
+            missing = group.num_missing
+            group.end -= gone
+            self.num_held -= gone
+            self.num_missing += group.num_missing - missing
 
-        What can be afforded is what the policy is ahead of LRU, and beyond that `share`
-        of LRU's hits (or of 1 % of what was asked for), but `seed` blocks at least. All
-        that LRU holds and we do not must not be expected to cost more, by the share of
-        such blocks that were asked for while LRU would have held them; and the run alone
-        must not cost more at worst, as its blocks are asked for together. Where LRU has
-        next to no hits, as in loops that are larger than the cache, anything can be.
+    def ranked(self, group: Group, start: int) -> None:
+        """The ranking would evict a run that LRU holds: see what becomes of it."""
+        if group.ranked_from is None or group.ranked_from > start:
+            group.ranked_from = start
+
+    # Questions
+
+    @property
+    def room(self) -> int:
+        """How many more blocks that LRU holds may be evicted; negative: too many were.
+
+        All that LRU holds and we do not must be covered by what the policy is ahead and
+        a share of LRU's hits. With evidence, by a multiple of that with a smaller share.
         """
-        if (
-            self._num_asked > _MEMORY * self._num_blocks
-            and self._num_lru_hits < _HOPELESS_RATE * self._num_asked
-        ):
-            return True
-        prior = _PRIOR_SHARE * self._num_blocks
-        usual = self._num_lru_hits / (self._num_lru_hits + self._num_trimmed + 1)
-        loss = (self._num_lost + prior * max(_LEAST_LOSS, usual)) / (
-            self._num_lost + self._num_spared + prior
+        strict = self.balance + max(_LEAST, _SHARE * self.num_lru_hits)
+        trusted = self.balance + _TRUSTED_SHARE * self.num_lru_hits
+        return int(max(strict, self.trust * trusted)) - (
+            self.num_missing - self._num_followed
         )
-        wealth = min(self._balance, self._num_blocks) + max(
-            share * max(self._num_lru_hits, _LEAST_HIT_RATE * self._num_asked), seed
-        )
-        num_missing = self._num_held - self._num_both
-        return num_blocks <= wealth and loss * num_missing < wealth
 
-    def holds(self, tick: int, start: int) -> bool:
-        """Whether LRU holds the block at depth `start` of a group."""
-        group = self._groups.get(tick)
-        return group is not None and group.num_held > 0 and start < group.end
+    @property
+    def trust(self) -> float:
+        """How many times a smaller share counts; 1: as long as too little is known."""
+        beyond = self._num_unused - _RUNS_FOR_USED * self._num_used - _PROBATION
+        return max(1.0, min(_MAX_TRUST, 1.0 + beyond / _RUNS_PER_TRUST))
 
-    def _take(
-        self, tick: int, start: int, num_blocks: int, *, is_resident: bool
-    ) -> int:
+    # Private
+
+    def _take(self, group: Group, start: int, stop: int) -> int:
         """Take blocks out of their group; return how many of them LRU holds."""
-        group = self._groups.get(tick)
-        if group is None:
+        first = group.start
+        if stop > group.end:
+            stop = group.end
+        if stop <= first:
             return 0
-        held = min(max(0, group.end - start), num_blocks, group.num_held)
-        self._num_both -= group.num_both
-        group.num_held -= held
-        if is_resident:
-            group.num_resident = max(0, group.num_resident - num_blocks)
-        self._num_both += group.num_both
-        self._num_held -= held
-        if not group.num_held and not group.num_resident:
-            del self._groups[tick]
-        return held
+        if group.ranked_from is not None and stop > group.ranked_from:
+            self._num_used += 1
+            group.ranked_from = None
+        self.num_held -= stop - first
+        if stop <= group.resident_end:
+            group.start = stop  # of what is missing nothing was taken
+        else:
+            missing = group.num_missing
+            group.start = stop
+            self.num_missing += group.num_missing - missing
+        if start > first:
+            first = start
+        return stop - first if stop > first else 0
+
+    def _drop(self, group: Group, start: int, num_blocks: int) -> int:
+        """Let the resident part end; return how many blocks more are missing."""
+        self.num_idle -= num_blocks
+        missing = group.num_missing
+        group.resident_end = min(group.resident_end, start)
+        more = group.num_missing - missing
+        self.num_missing += more
+        return more
 
     def _trim(self) -> None:
         """Let LRU evict until it holds no more than there is."""
-        excess = self._num_held - self._num_idle
-        if excess <= 0:
-            return
-        num_gone = 0
+        excess = self.num_held - self.num_idle
         while excess > 0:
-            tick = next(iter(self._groups))
-            group = self._groups[tick]
-            num_blocks = min(group.num_held, excess)
-            both = group.num_both
-            group.num_held -= num_blocks
-            group.end -= num_blocks
-            gained = both - group.num_both
-            self._num_both -= gained
-            num_gone += num_blocks - gained
-            self._num_held -= num_blocks
-            self._num_trimmed += num_blocks
-            excess -= num_blocks
-            if not group.num_held:
-                # What is still resident of it is nothing to LRU any more.
-                del self._groups[tick]
-        num_followed = min(num_gone, self._num_followed)
-        self._num_followed -= num_followed
-        self._num_spared += num_gone - num_followed
+            group = self._groups[0]
+            gone = min(group.end - group.start, excess)
+            if gone <= 0:
+                self._groups.popleft()
+                continue
+            missing = group.num_missing
+            group.end -= gone
+            self.num_missing += group.num_missing - missing
+            self.num_held -= gone
+            excess -= gone
+            ranked_from = group.ranked_from
+            if ranked_from is not None and group.end <= max(ranked_from, group.start):
+                self._num_unused += 1
+                group.ranked_from = None

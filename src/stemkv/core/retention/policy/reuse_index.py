@@ -11,30 +11,25 @@ least recently used leaf by a margin, so that the policy is LRU where it knows n
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from stemkv.core.retention.policy.ghosts import Ghosts
-from stemkv.core.retention.policy.leaves import TwoEndedLeaves
-from stemkv.core.retention.policy.lru_shadow import LruShadow
+from stemkv.core.retention.policy.leaves import Place, TwoEndedLeaves
+from stemkv.core.retention.policy.lru_shadow import Group, LruShadow
 from stemkv.core.retention.policy.reuse_times import Cohort, ReuseTimes
 
 __all__ = ["ReuseIndex"]
 
 _MAX_USES = 3  # more uses than this are one class
-_GAP_EDGES = (15.0, 90.0)  # seconds idle before the last use
+_SHORT_S, _LONG_S = 15.0, 90.0  # idle before the last use
 _GHOSTS_PER_BLOCK = 8
 _MARGIN = 0.9  # of the rate of the least recently used leaf: not below it is not better
 _NEWEST_HANDICAP = 2.5
-# How far it may fall behind LRU: by a share of LRU's hits; and where the evidence is
-# strong by a larger one, by a part of the cache or by one run, whichever is more.
-_SHARE = 0.004
-_STRONG_SHARE = 0.007
-_STRONG_SEED = 0.05
-_STRONG_STAKE = 0.25  # of a run, which is then unlikely to be asked for
-_STRONG_MARGIN = 0.5
-_NUM_ERRORS = 1.0  # standard errors on both sides
-_NUM_PASTS = _MAX_USES * (len(_GAP_EDGES) + 2)
+_NUM_GAPS = 4  # none yet, short, middle, long
+_NUM_PASTS = _MAX_USES * _NUM_GAPS
+
+
+_Candidate = tuple[float, int, int]  # score, tick, node id
 
 
 class _Past:
@@ -43,11 +38,13 @@ class _Past:
     __slots__ = (
         "cohort",
         "gap",
+        "group",
         "hint",
         "keys",
         "kind",
         "last_used_s",
         "num_uses",
+        "place",
         "start",
         "tick",
         "was_released",
@@ -60,18 +57,22 @@ class _Past:
         self.keys = keys  # one for each of its blocks
         self.hint = hint
         self.num_uses = 1
-        self.gap = 0  # 0: none yet; else 1 + the place among the edges
-        self.kind = _kind(1, 0, hint)
+        self.gap = 0  # 0: none yet; 1: short, 2: middle, 3: long
+        self.kind = hint * _NUM_PASTS
         self.last_used_s = now
         self.tick = tick
-        self.cohort: Cohort | None = None  # of its idle time; None: a lease holds it
+        # Of its idle time; None: a lease holds it
+        self.cohort: Cohort | None = None
+        self.group: Group | None = None
+        self.place: Place | None = None  # where it is a leaf that can go
         self.was_released = False
 
     def part(self, start: int, keys: array[int]) -> _Past:
         """Return the same past for other blocks."""
         part = _Past(start, keys, self.hint, self.tick, self.last_used_s)
         part.num_uses, part.gap, part.kind = self.num_uses, self.gap, self.kind
-        part.cohort, part.was_released = self.cohort, self.was_released
+        part.cohort, part.group = self.cohort, self.group
+        part.was_released = self.was_released
         return part
 
     def is_like(self, other: _Past) -> bool:
@@ -79,7 +80,7 @@ class _Past:
         return (
             self.kind == other.kind
             and self.tick == other.tick
-            and self.cohort is other.cohort
+            and self.group is other.group
             and self.was_released == other.was_released
         )
 
@@ -100,14 +101,16 @@ class ReuseIndex:
         *,
         worth: Callable[[int], float] | None = None,
     ) -> None:
-        self._num_blocks = num_blocks
         self._worth = worth
         self._times = ReuseTimes()
         self._pasts: dict[int, _Past] = {}  # by node id
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks, _Past.is_like)
         self._leaves: dict[int, TwoEndedLeaves] = {}  # by class
-        self._shadow = LruShadow(num_blocks)
-        self._choice: int | None = None  # the last victim, if LRU would take another
+        self._shadow = LruShadow()
+        # The last victim; how much of it may go; whether LRU would take another.
+        self._named: int | None = None
+        self._most: int | None = None
+        self._is_choice = False
 
     # What happens
 
@@ -139,7 +142,6 @@ class ReuseIndex:
     ) -> None:
         """Take up the past of the blocks, if they were evicted and are remembered."""
         past = self._pasts.get(node_id)
-        self._shadow.asked(num_blocks)
         if past is not None:
             past.keys.extend(keys)
             past.tick, past.last_used_s = tick, now
@@ -154,27 +156,29 @@ class ReuseIndex:
             self._pasts[node_id] = _Past(start, own, hint, tick, now)
             return
         past = self._pasts[node_id] = ghost.part(start, own)
-        self._shadow.missed(past.tick, start, num_blocks)
+        if past.group is not None:
+            self._shadow.missed(past.group, start, num_blocks)
         self._use(past, hint, tick, now)
 
     def used(self, node_id: int, *, hint: int, tick: int, now: float) -> None:
         """Learn from the idle time that ends, and classify anew."""
         past = self._pasts[node_id]
-        num_blocks = len(past.keys)
-        self._shadow.asked(num_blocks)
-        if past.cohort is not None:
-            self._shadow.hit(past.tick, past.start, num_blocks)
+        group = past.group
+        if group is None:
+            self._shadow.shared(len(past.keys))
+        else:
+            self._shadow.hit(group, past.start, len(past.keys))
         self._use(past, hint, tick, now)
 
     def released(self, node_id: int, *, tick: int, now: float) -> None:
         """Begin an idle time."""
         past = self._pasts[node_id]
+        num_blocks = len(past.keys)
         past.was_released = True
         past.tick = tick
         past.last_used_s = now
-        num_blocks = len(past.keys)
         past.cohort = self._times.begin(past.kind, num_blocks, now)
-        self._shadow.released(tick, past.start, num_blocks)
+        past.group = self._shadow.released(tick, past.start, num_blocks)
 
     def split(self, upper_id: int, lower_id: int, *, num_blocks: int) -> None:
         """Give both parts the past of the whole."""
@@ -195,28 +199,35 @@ class ReuseIndex:
         leaves = self._leaves.get(past.kind)
         if leaves is None:
             leaves = self._leaves[past.kind] = TwoEndedLeaves()
-        leaves.add(node_id, past.tick)
+        past.place = leaves.add(node_id, past.tick)
 
     def became_pinned(self, node_id: int) -> None:
         """Drop the node as a candidate."""
-        kind = self._pasts[node_id].kind
-        leaves = self._leaves.get(kind)
-        if leaves is not None:
-            leaves.discard(node_id)
-            if not leaves:
-                del self._leaves[kind]  # many classes, with hints; few have leaves
+        past = self._pasts[node_id]
+        place = past.place
+        if place is None:
+            return
+        past.place = None
+        leaves = self._leaves[past.kind]
+        leaves.discard(place)
+        if not leaves.num_in:
+            del self._leaves[past.kind]  # many classes, with hints; few have leaves
 
     def dropped(self, node_id: int, num_left: int, *, may_return: bool) -> None:
         """Remember what left, if equal blocks can come back."""
         past = self._pasts[node_id]
         gone = past.keys[num_left:]
-        if past.cohort is not None:
-            self._shadow.dropped(
-                past.tick, len(gone), is_choice=node_id == self._choice
-            )
-        self._choice = None
+        start = past.start + num_left
+        if past.group is not None:
+            if node_id == self._named:
+                self._shadow.evicted(
+                    past.group, start, len(gone), is_choice=self._is_choice
+                )
+            else:
+                self._shadow.withdrawn(past.group, start, len(gone))
+        self._named = None
         if may_return:
-            self._ghosts.remember(gone, past.part(past.start + num_left, array("Q")))
+            self._ghosts.remember(gone, past.part(start, array("Q")))
         if num_left:
             del past.keys[num_left:]
             return
@@ -225,82 +236,90 @@ class ReuseIndex:
 
     def victim(self, now: float) -> int | None:
         """Return the leaf that pays least, if LRU can be left for it; O(classes)."""
-        best_id = oldest_id = None
-        best_score = oldest_score = 0.0
-        best_tick = oldest_tick = best_kind = oldest_kind = 0
-        for kind, leaves in self._leaves.items():
-            first = leaves.first()
+        self._named = self._most = None
+        eldest: Place | None = None
+        oldest: _Candidate | None = None
+        candidates: list[_Candidate] = []
+        for leaves in self._leaves.values():
+            first, last = leaves.first(), leaves.last()
             if first is None:
                 continue
-            score, tick = self._score(kind, first, now)
-            if (
-                oldest_id is None
-                or tick < oldest_tick
-                # Of those released at once, the one that appeared last.
-                or (tick == oldest_tick and first > oldest_id)
-            ):
-                oldest_id, oldest_tick, oldest_score = first, tick, score
-                oldest_kind = kind
-            if best_id is None or (score, tick, first) < (
-                best_score,
-                best_tick,
-                best_id,
-            ):
-                best_id, best_score, best_tick, best_kind = first, score, tick, kind
-            last = leaves.last()
-            if last == first or last is None:
-                continue
-            score, tick = self._score(kind, last, now)
-            score *= _NEWEST_HANDICAP
-            if (score, tick, last) < (best_score, best_tick, best_id):
-                best_id, best_score, best_tick, best_kind = last, score, tick, kind
-        self._choice = None
-        if best_id is None or best_id == oldest_id:
-            return oldest_id
-        if best_score >= _MARGIN * oldest_score:
-            return oldest_id
-        past = self._pasts[best_id]
-        shadow, num_blocks = self._shadow, len(past.keys)
-        if shadow.holds(best_tick, past.start) and not shadow.can_lose(
-            num_blocks, share=_SHARE
-        ):
-            # Losing it cannot be afforded, unless the evidence is strong.
-            times = self._times
-            worst = best_score * (1 + _NUM_ERRORS * times.error(best_kind))
-            least = oldest_score * (1 - _NUM_ERRORS * times.error(oldest_kind))
-            if worst >= _STRONG_MARGIN * least or not shadow.can_lose(
-                _STRONG_STAKE * num_blocks,
-                share=_STRONG_SHARE,
-                seed=max(_STRONG_SEED * self._num_blocks, times.run),
-            ):
-                return oldest_id
-        self._choice = best_id
-        return best_id
+            candidate = self._candidate(first, now)
+            candidates.append(candidate)
+            # Of those released at once, the one that appeared last.
+            if eldest is None or first < eldest:
+                eldest, oldest = first, candidate
+            if last is not None and last is not first:
+                score, tick, node_id = self._candidate(last, now)
+                candidates.append((score * _NEWEST_HANDICAP, tick, node_id))
+        if oldest is None:
+            return None
+        choice = self._affordable(candidates, oldest) or oldest
+        self._named = choice[2]
+        self._is_choice = choice is not oldest
+        return self._named
+
+    def most_to_take(self) -> int | None:
+        """What LRU no longer holds, or as much more as can be afforded."""
+        return self._most
 
     # Private
 
-    def _score(self, kind: int, node_id: int, now: float) -> tuple[float, int]:
+    def _affordable(
+        self, candidates: list[_Candidate], oldest: _Candidate
+    ) -> _Candidate | None:
+        """Return who scores least and may go before the oldest leaf does.
+
+        LRU's own victim may always go. So may what LRU evicted long ago, and as many
+        others as there is room for.
+        """
+        room = self._shadow.room
+        candidates.sort()
+        for candidate in candidates:
+            if candidate[0] >= _MARGIN * oldest[0]:
+                break
+            past = self._pasts[candidate[2]]
+            num_free, num_blocks = _num_free(past), len(past.keys)
+            if num_free < num_blocks and past.group is not None:
+                self._shadow.ranked(past.group, past.start)
+            if num_free or room > 0:
+                if num_free + room < num_blocks:
+                    self._most = num_free + max(0, room)
+                return candidate
+        past = self._pasts[oldest[2]]
+        if 0 < _num_free(past) < len(past.keys):
+            self._most = _num_free(past)
+        return None
+
+    def _candidate(self, place: Place, now: float) -> _Candidate:
+        tick, node_id = place[0], -place[1]
         past = self._pasts[node_id]
-        score = self._times.rate(kind, now - past.last_used_s)
+        score = self._times.rate(past.kind, now - past.last_used_s)
         if self._worth is not None:
             score *= self._worth(past.start + len(past.keys))
-        return score, past.tick
+        return score, tick, node_id
 
     def _use(self, past: _Past, hint: int, tick: int, now: float) -> None:
         cohort = past.cohort
         if cohort is not None:
             self._times.end(cohort, past.kind, len(past.keys), now)
-            past.cohort = None
+            past.cohort = past.group = None
         idle_s = now - past.last_used_s
-        past.gap = gap = 1 + bisect_right(_GAP_EDGES, idle_s)
+        past.gap = gap = 1 if idle_s < _SHORT_S else 2 if idle_s < _LONG_S else 3
         num_uses = past.num_uses
         if num_uses < _MAX_USES:
             past.num_uses = num_uses = num_uses + 1
         past.hint = hint
-        past.kind = _kind(num_uses, gap, hint)
+        past.kind = hint * _NUM_PASTS + (num_uses - 1) * _NUM_GAPS + gap
         past.tick = tick
         past.last_used_s = now
 
 
-def _kind(num_uses: int, gap: int, hint: int) -> int:
-    return hint * _NUM_PASTS + (num_uses - 1) * (len(_GAP_EDGES) + 2) + gap
+def _num_free(past: _Past) -> int:
+    """Return how many blocks of an idle run's tail LRU has no more."""
+    group = past.group
+    if group is None:
+        return 0
+    if group.end <= group.start:
+        return len(past.keys)
+    return min(len(past.keys), max(0, past.start + len(past.keys) - group.end))

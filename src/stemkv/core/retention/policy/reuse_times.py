@@ -15,7 +15,6 @@ its dependence on one cache's size.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 
 __all__ = ["AGE_EDGES", "Cohort", "ReuseTimes"]
@@ -42,11 +41,11 @@ _BEYOND = 1e-12  # rate past the last edge, over the age
 class Cohort:
     """Idle times that began together: how many of each class still last."""
 
-    __slots__ = ("began_s", "lasting", "number")
+    __slots__ = ("began_s", "bin", "lasting")
 
-    def __init__(self, number: int, began_s: float) -> None:
-        self.number = number  # of all cohorts, in order
+    def __init__(self, began_s: float) -> None:
         self.began_s = began_s
+        self.bin = 0  # that of its age, when cohorts were looked through the last time
         self.lasting: dict[int, float] = {}  # by class
 
 
@@ -54,28 +53,28 @@ class ReuseTimes:
     """Learns from idle times that end, and from those that do not.
 
     An idle time counts in every bin that it outlasts and in the one where it ends.
-    Weights are in blocks. What cohorts outlast is counted when rates are made anew, so
-    that the passing of time costs nothing.
+    Weights are in blocks. What an idle time outlasted follows from where it ended, or
+    from how old it is when rates are made anew, so that nothing is counted twice and
+    the passing of time costs nothing.
     """
 
     def __init__(self) -> None:
-        self._reused: dict[int, list[float]] = {}  # class → by bin
-        self._lasted: dict[int, list[float]] = {}
+        # By class, in the bin where they ended; the last entry: past all bins.
+        self._ended: dict[int, list[float]] = {}
         self._rates: dict[int, list[float]] = {}
         self._prior_rates = _rates(
             [_FIRST_PRIOR_HAZARD] + [_PRIOR_HAZARD] * (_NUM_BINS - 1)
         )
-        self._num_events = 0.0
-        self._weights: dict[int, float] = {}  # by class, of idle times that ended
-        self._squares: dict[int, float] = {}  # of these weights
         self._fit_at = _FIT_RUNS
-        self._weight = 0.0  # of all idle times that ended
+        self._weight = 0.0  # of all idle times that ended within the bins
         self._square = 0.0  # of these weights
         self._cohorts: list[Cohort] = []
         self._num_gone = 0  # cohorts that have left the list
         self._most_cohorts = _MIN_COHORTS  # more are looked through for old ones
-        # By bin: the first cohort that is not counted as having outlasted it.
+        # By bin: the first cohort that was not seen to have outlasted it.
         self._next = [0] * _NUM_BINS
+        # By bin, class: idle times that last and were seen there; not kept of the first.
+        self._lasting: list[dict[int, float]] = [{} for _ in range(_NUM_BINS)]
 
     def begin(self, kind: int, weight: float, now: float) -> Cohort:
         """Count an idle time of class `kind`; give the cohort back to `end`."""
@@ -84,36 +83,39 @@ class ReuseTimes:
             cohort = cohorts[-1]
         else:
             if len(cohorts) >= self._most_cohorts:
-                self._count_lasting(now)
+                self._age(now)
                 self._most_cohorts = max(_MIN_COHORTS, 2 * len(cohorts))
-            cohort = Cohort(self._num_gone + len(cohorts), now)
+            cohort = Cohort(now)
             cohorts.append(cohort)
         lasting = cohort.lasting
-        lasting[kind] = lasting.get(kind, 0.0) + weight
+        if kind in lasting:
+            lasting[kind] += weight
+        else:
+            lasting[kind] = weight
         return cohort
 
     def end(self, cohort: Cohort, kind: int, weight: float, now: float) -> None:
         """Count that an idle time of class `kind` ended in a use."""
+        seen = cohort.bin
+        if seen == _NUM_BINS:
+            return  # it was counted as past all bins
         cohort.lasting[kind] -= weight
+        if seen:
+            self._lasting[seen][kind] -= weight
         at = bisect_right(AGE_EDGES, now - cohort.began_s) - 1
-        counted, number = self._next, cohort.number
-        for outlasted in range(min(at, _NUM_BINS) - 1, -1, -1):
-            if number < counted[outlasted]:
-                break  # this bin is counted, and so are those before
-            _bins_of(self._lasted, kind)[outlasted] += weight
-        if at >= _NUM_BINS:
+        bins = self._ended.get(kind)
+        if bins is None:
+            bins = self._ended[kind] = [0.0] * (_NUM_BINS + 1)
+        bins[at] += weight
+        if at == _NUM_BINS:
             return
-        _bins_of(self._reused, kind)[at] += weight
-        self._weights[kind] = self._weights.get(kind, 0.0) + weight
-        self._squares[kind] = self._squares.get(kind, 0.0) + weight * weight
-        self._num_events += weight
-        self._weight += weight
-        self._square += weight * weight
+        self._weight = total = self._weight + weight
+        self._square = square = self._square + weight * weight
         # Blocks of one run are used again together: they are one observation. How many
         # blocks that is, is the mean length of the run that a block is in.
-        run = self._square / self._weight
-        if self._num_events >= self._fit_at * run:
-            self._count_lasting(now)
+        run = square / total
+        if total >= self._fit_at * run:
+            self._age(now)
             self._fit(run)
 
     def rate(self, kind: int, age_s: float) -> float:
@@ -123,52 +125,64 @@ class ReuseTimes:
             return _BEYOND / (1.0 + age_s)
         return self._rates.get(kind, self._prior_rates)[at]
 
-    @property
-    def run(self) -> float:
-        """Blocks that one observation is: of the run that a block is in, on average."""
-        return self._square / self._weight if self._weight else 0.0
-
-    def error(self, kind: int) -> float:
-        """Return the relative standard error of what is known of a class.
-
-        Blocks of one node are used again together, so they are one observation.
-        """
-        weight = self._weights.get(kind, 0.0)
-        if not weight:
-            return float("inf")
-        return math.sqrt(self._squares[kind]) / weight
-
-    def _count_lasting(self, now: float) -> None:
-        """Count what cohorts have outlasted by now; O(bins), and each bin once."""
+    def _age(self, now: float) -> None:
+        """Find out which bins cohorts are in now; O(bins), and each bin once."""
         cohorts, gone = self._cohorts, self._num_gone
         for at in range(_NUM_BINS):
             edge = AGE_EDGES[at + 1]
             index = self._next[at] - gone
             while index < len(cohorts) and now - cohorts[index].began_s >= edge:
-                for kind, weight in cohorts[index].lasting.items():
-                    _bins_of(self._lasted, kind)[at] += weight
+                self._outlast(cohorts[index], at)
                 index += 1
             self._next[at] = index + gone
         del cohorts[: self._next[_LAST_BIN] - gone]
         self._num_gone = self._next[_LAST_BIN]
 
+    def _outlast(self, cohort: Cohort, at: int) -> None:
+        """Move a cohort from bin `at` to the next, or past all of them for good."""
+        here = self._lasting[at]
+        for kind, weight in cohort.lasting.items():
+            if at:
+                here[kind] -= weight
+            if at < _LAST_BIN:
+                there = self._lasting[at + 1]
+                there[kind] = there.get(kind, 0) + weight
+            else:
+                bins = self._ended.setdefault(kind, [0.0] * (_NUM_BINS + 1))
+                bins[_NUM_BINS] += weight
+        cohort.bin = at + 1
+
+    def _counts(self) -> dict[int, tuple[list[float], list[float]]]:
+        """Return by class and bin what was used in it, and what outlasted it."""
+        none = [0.0] * (_NUM_BINS + 1)
+        kinds = {*self._ended}.union(*self._lasting)
+        counts = {}
+        for kind in sorted(kinds):
+            ended = self._ended.get(kind, none)
+            lasted = [0.0] * _NUM_BINS
+            longer = ended[_NUM_BINS]
+            for at in range(_LAST_BIN, -1, -1):
+                lasted[at] = longer
+                longer += ended[at]
+                if at:
+                    longer += self._lasting[at].get(kind, 0)
+            counts[kind] = (ended[:_NUM_BINS], lasted)
+        return counts
+
     def _fit(self, run: float) -> None:
         """Make the rates anew from all counts, O(classes · bins)."""
-        none = [0.0] * _NUM_BINS
-        kinds = sorted({*self._reused, *self._lasted})
+        counts = self._counts()
         prior, prior_ratio = _PRIOR_RUNS * run, _PRIOR_RATIO_RUNS * run
         hazards = []  # of all classes together
         before = _PRIOR_HAZARD
         for at in range(_NUM_BINS):
-            reused = sum(self._reused.get(kind, none)[at] for kind in kinds)
-            lasted = sum(self._lasted.get(kind, none)[at] for kind in kinds)
+            reused = sum(reuses[at] for reuses, _ in counts.values())
+            lasted = sum(lasts[at] for _, lasts in counts.values())
             hazard = (reused + prior * before) / (reused + lasted + prior)
             hazards.append(hazard)
             if reused + lasted > prior:
                 before = hazard
-        for kind in kinds:
-            reuses = self._reused.get(kind, none)
-            lasts = self._lasted.get(kind, none)
+        for kind, (reuses, lasts) in counts.items():
             expected = sum(
                 hazard * (reused + lasted)
                 for hazard, reused, lasted in zip(hazards, reuses, lasts, strict=True)
@@ -183,24 +197,12 @@ class ReuseTimes:
                     )
                 ]
             )
-        if self._num_events >= _MAX_RUNS * run:
-            for counts in (self._reused, self._lasted):
-                for bins in counts.values():
-                    bins[:] = [each / 2 for each in bins]
-            for sums in (self._weights, self._squares):
-                for kind in sums:
-                    sums[kind] /= 2
-            self._num_events /= 2
+        if self._weight >= _MAX_RUNS * run:
+            for bins in self._ended.values():
+                bins[:] = [each / 2 for each in bins]
             self._weight /= 2
             self._square /= 2
-        self._fit_at = self._num_events / run * _FIT_GROWTH + _FIT_RUNS
-
-
-def _bins_of(counts: dict[int, list[float]], kind: int) -> list[float]:
-    bins = counts.get(kind)
-    if bins is None:
-        bins = counts[kind] = [0.0] * _NUM_BINS
-    return bins
+        self._fit_at = self._weight / run * _FIT_GROWTH + _FIT_RUNS
 
 
 def _rates(hazards: list[float]) -> list[float]:

@@ -159,6 +159,10 @@ class S3Fifo:
         self._leaves(run).discard(node_id)
         del self._runs[node_id]
 
+    def most_to_take(self) -> int | None:
+        """Any number: the next victim would be the same node."""
+        return None
+
     def victim(self, now: float) -> int | None:
         """Return the first leaf that was not used; amortised O(log n).
 
