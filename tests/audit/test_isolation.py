@@ -32,12 +32,13 @@ from stemkv.core.retention.policy import EvictionPolicy, ReuseIndex
 from stemkv.core.retention.quota import Quota, QuotaConfig, Quotas
 from stemkv.core.retention.retention import Retention
 from stemkv.core.schedule.events import RequestAdmitted, RequestForked
+from stemkv.core.schedule.followers import Followers
 from stemkv.core.schedule.orders import ORDERS
 from stemkv.core.schedule.plan import StepPlan
 from stemkv.core.schedule.request import Request, RequestId
-from stemkv.core.schedule.scheduler import Scheduler
 from stemkv.core.schedule.waiting import WaitingMatches
 from stemkv.engine import Engine, LoadedModel
+from stemkv.engine.door import Door
 from stemkv.engine.runner import ModelRunner
 from stemkv.errors import ConfigError
 from tests.engine.models import tiny_once
@@ -125,7 +126,7 @@ WAITING = "never waits"
 SCOPES = "reach as far as declared"
 RETAINED = "leaves nothing behind"
 NAMES = "name cannot be crafted"
-REFUSED = "is refused"
+REFUSED = "names no tenant"
 CANCEL = "neither cancel"
 IDS = "ids a tenant is given"
 THEFT = "secret behind a known beginning"
@@ -244,12 +245,12 @@ def everybody_is_in_one_group(patch: pytest.MonkeyPatch) -> None:
 
 def followers_wait_for_foreign_prefixes(patch: pytest.MonkeyPatch) -> None:
     def will_publish(
-        self: Scheduler, leader: Request, follower: Request, index: int, end: int
+        self: Followers, leader: Request, follower: Request, index: int, end: int
     ) -> bool:
         tokens = follower.tokens[: end * TOKEN_BYTES]
         return leader.num_computed < end and leader.tokens.startswith(tokens)
 
-    patch.setattr(Scheduler, "_will_publish", will_publish)
+    patch.setattr(Followers, "_will_publish", will_publish)
 
 
 def usage_counts_everybody(patch: pytest.MonkeyPatch) -> None:
@@ -334,8 +335,8 @@ def anybody_can_cancel(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_are_counted_for_all(patch: pytest.MonkeyPatch) -> None:
-    new_id = Engine._new_id
-    patch.setattr(Engine, "_new_id", lambda self, tenant: new_id(self, "all"))
+    named = Door._id
+    patch.setattr(Door, "_id", lambda self, name, account: named(self, name, "all"))
 
 
 def names_are_folded(patch: pytest.MonkeyPatch) -> None:

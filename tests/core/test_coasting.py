@@ -43,7 +43,7 @@ from stemkv.core.schedule.events import (
     TokenSampled,
 )
 from stemkv.core.schedule.order import Fair, Order
-from stemkv.errors import InvariantError, PromptTooLong
+from stemkv.errors import InvariantError, PromptTooLong, RequestError
 from tests.core.scheduling import FCFS, NAMESPACE
 from tests.seeds import slow
 
@@ -493,7 +493,7 @@ class Burst:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        self.num_blocks = rng.choice([9, 12, 16])
+        self.num_blocks = rng.choice([8, 9, 10])
         self.config = SchedulerConfig(
             token_budget=rng.choice([6, 12]),
             max_num_running=rng.choice([2, 2, 3]),
@@ -685,7 +685,9 @@ def test_more_steps_than_are_quiet_cannot_be_skipped() -> None:
     run = coasting_run(LONG)
     quiet = run.scheduler.num_quiet_steps
     assert quiet == 2  # of three free slots the last one fills the block
-    for num_steps in (0, -1, quiet + 1):
+    with pytest.raises(RequestError, match="num_steps"):
+        run.scheduler.skip(-1)
+    for num_steps in (0, quiet + 1):
         with pytest.raises(InvariantError, match=f"skip of {num_steps} steps, 2 are"):
             run.scheduler.skip(num_steps)
     run.scheduler.skip(quiet)

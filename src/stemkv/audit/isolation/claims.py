@@ -160,11 +160,11 @@ def name_checks(
             f"hit nothing but what is their own",
         ),
         _claim(
-            "A request without a tenant, or of an undeclared class, is refused",
+            "A request that names no tenant shares with nobody; odd names are refused",
             not accepted,
             "accepted: " + ", ".join(accepted)
             if accepted
-            else f"{num_odd} odd values refused, with nothing left in flight",
+            else f"{num_odd} odd values tried, with nothing left in flight",
         ),
     ]
 

@@ -25,6 +25,7 @@ from stemkv.audit.isolation.worlds import (
 from stemkv.core.prefix.sharing import Sharing, SharingPolicy
 from stemkv.core.prefix.tokens import TokenIds
 from stemkv.core.schedule.request import RequestId
+from stemkv.engine.sampling import SamplingParams
 from stemkv.errors import DuplicateRequest, RequestError
 
 __all__ = [
@@ -183,7 +184,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("\ud800", "ann"),  # half of a surrogate pair: it has no UTF-8 encoding
     ("a" * 65536, "ann"),
 )
-_REFUSED: tuple[Any, ...] = ("", None, b"ann", 7, ["ann"], ("ann",))
+_REFUSED: tuple[Any, ...] = ("", b"ann", 7, ["ann"], ("ann",))
 _UNDECLARED: tuple[Any, ...] = ("", "public", "crew", "CHAT", "chat ", 3, ["chat"])
 
 
@@ -226,12 +227,14 @@ def try_names(
         for tenant in _REFUSED
         if not _is_refused(world, tenant, prompt, None)
     ]
+    if not _shares_with_nobody(world, prompt):
+        accepted.append("no tenant, and it reused what there was")
     accepted += [
         f"class {name!r}"
         for name in _UNDECLARED
         if not _is_refused(world, "dave", prompt, name)
     ]
-    return trials, accepted, len(_REFUSED) + len(_UNDECLARED)
+    return trials, accepted, len(_REFUSED) + len(_UNDECLARED) + 1  # and none
 
 
 def _is_refused(
@@ -245,6 +248,17 @@ def _is_refused(
         return False
     world.drain()
     return False
+
+
+def _shares_with_nobody(world: World, prompt: TokenIds) -> bool:
+    """Whether a request of no tenant finds neither others' KV nor its own of before."""
+    engine, params = world.engine, SamplingParams(max_new_tokens=1, ignore_eos=True)
+    retained = engine.usage().num_cached_blocks
+    for _ in range(2):
+        request_id = engine.add(prompt, params)
+        if world.drain()[request_id].counts.reused:
+            return False
+    return engine.usage().num_cached_blocks == retained
 
 
 # Ids

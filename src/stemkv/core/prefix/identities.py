@@ -113,14 +113,16 @@ class Identities:
 
         Remembered, so a repeated question is one lookup. Raises `UnknownAdapter`.
         """
-        namespace = self.peek_namespace(adapter, start_position=start_position)
         key = (adapter, start_position)
-        if key not in self._namespaces:
-            if start_position:
-                if self._num_shifted >= _MAX_SHIFTED:
-                    return None
-                self._num_shifted += 1
-            self._namespaces[key] = namespace
+        try:
+            return self._namespaces[key]
+        except (KeyError, TypeError):  # what has no hash is refused below
+            namespace = self.peek_namespace(adapter, start_position=start_position)
+        if start_position:
+            if self._num_shifted >= _MAX_SHIFTED:
+                return None
+            self._num_shifted += 1
+        self._namespaces[key] = namespace
         return namespace
 
     def namespaces(self) -> tuple[bytes, ...]:
